@@ -1,4 +1,6 @@
-"""From an HTTP request's headers to an `Identity`: API key, then signed gateway header, then the policy's rule for the unknown."""
+"""From an HTTP request's headers to an `Identity`: API key, then signed gateway header, then the policy's
+rule for the unknown.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,8 @@ class Credentials:
         for raw_name, raw_value in headers:
             name = raw_name.decode("latin-1").lower()
             if name == "authorization" or name in API_KEY_HEADERS or name in _GATEWAY_HEADERS:
-                # A header sent twice is read differently by different proxies: such a credential is not believed.
+                # A header sent twice is read differently by different proxies: such a credential is not
+                # believed.
                 if name in self._values:
                     self.repeated.add(name)
                 self._values[name] = raw_value.decode("latin-1").strip()
@@ -55,7 +58,9 @@ class Credentials:
 
     @property
     def claims_gateway(self) -> bool:
-        """Whether the request holds a signed header (true or false), so that its body is needed to check it."""
+        """Whether the request holds a signed header (true or false), so that its body is needed to check
+        it.
+        """
         return SIGNATURE_HEADER in self._values or TENANT_HEADER in self._values
 
     def gateway_header(self, name: str) -> str:
@@ -65,7 +70,8 @@ class Credentials:
 class KeyIndex:
     """Finds whose API key a presented key is, without leaking through timing how close a guess came.
 
-    Digests are looked up under an HMAC with a key that this process drew at random, then compared in constant time.
+    Digests are looked up under an HMAC with a key that this process drew at random, then compared in constant
+    time.
     """
 
     def __init__(self, digests: Mapping[bytes, str]) -> None:
@@ -83,7 +89,9 @@ class KeyIndex:
 
 @dataclass(frozen=True, slots=True)
 class RequestLine:
-    """Method and raw target of a request, as the gateway signed them. `WEBSOCKET` is the method of a handshake."""
+    """Method and raw target of a request, as the gateway signed them. `WEBSOCKET` is the method of a
+    handshake.
+    """
 
     method: str
     target: str
@@ -94,7 +102,8 @@ class Authenticator:
 
     Args:
         snapshot: must have a `tenancy` section.
-        gateway: the verifier to use; give the old one's on a reload so that its memory of used signatures survives.
+        gateway: the verifier to use; give the old one's on a reload so that its memory of used signatures
+            survives.
     """
 
     def __init__(self, snapshot: PolicySnapshot, gateway: GatewayVerifier | None = None) -> None:
@@ -106,7 +115,7 @@ class Authenticator:
         self._tenants = tenancy.tenants
         self._gateway_policy = tenancy.gateway
         self._keys = KeyIndex(snapshot.key_digests)
-        self._admins = KeyIndex({digest: "admin" for digest in snapshot.admin_digests})
+        self._admins = KeyIndex(dict.fromkeys(snapshot.admin_digests, "admin"))
         self.has_admins = bool(snapshot.admin_digests)
         self.gateway = gateway
         if gateway is None and tenancy.gateway is not None and snapshot.gateway_secret is not None:
@@ -128,7 +137,9 @@ class Authenticator:
         key = credentials.api_key
         return key is not None and self._admins.owner(key) is not None
 
-    def identify(self, credentials: Credentials, line: RequestLine, body: bytes | None) -> Identity | Rejection:
+    def identify(
+        self, credentials: Credentials, line: RequestLine, body: bytes | None
+    ) -> Identity | Rejection:
         """Who is asking.
 
         Args:

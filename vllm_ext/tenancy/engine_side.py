@@ -1,7 +1,7 @@
 """What the engine does with a request's stamp: verify it, and decide the salts of its blocks.
 
-The front end is not trusted to be the only way in (gRPC, batch, another front end): whatever reaches the scheduler without a genuine
-stamp falls to the policy's rule for the unknown.
+The front end is not trusted to be the only way in (gRPC, batch, another front end): whatever reaches the
+scheduler without a genuine stamp falls to the policy's rule for the unknown.
 """
 
 from __future__ import annotations
@@ -40,9 +40,13 @@ class Ruling:
 
 
 class EngineTenancy:
-    """Verifies stamps and rules on salts in the engine process. `rule` may raise; its caller then uses `rule_closed`."""
+    """Verifies stamps and rules on salts in the engine process. `rule` may raise; its caller then uses
+    `rule_closed`.
+    """
 
-    def __init__(self, stamper: Stamper, salter: Salter, authenticator: Authenticator, shared: SharedPrefixes) -> None:
+    def __init__(
+        self, stamper: Stamper, salter: Salter, authenticator: Authenticator, shared: SharedPrefixes
+    ) -> None:
         self._stamper = stamper
         self._salter = salter
         self.authenticator = authenticator
@@ -62,15 +66,19 @@ class EngineTenancy:
 
         Args:
             stamp: what the request carries under `STAMP_KEY`, of any type; None if nothing.
-            client_salt: the request's own salt field, used only where no genuine stamp says what the client's salt was.
-            token_ids: the prompt, or None where it has embeddings instead (nothing is shared then).
-            private_from: position of the first token that is private whatever it is.
+            client_salt: the request's own salt field, used only where no genuine stamp says what the client's
+                salt was. token_ids: the prompt, or None where it has embeddings instead (nothing is shared
+                then). private_from: position of the first token that is private whatever it is.
         """
         identity, client_salt = self._believe(stamp, request_id, client_salt)
         rejected = None
         if isinstance(identity, Rejection):
             rejected, identity = identity, Identity.isolated(identity.reason)
-        shared = self.shared_prefixes.match(identity.domain, token_ids, private_from) if token_ids is not None else None
+        shared = (
+            self.shared_prefixes.match(identity.domain, token_ids, private_from)
+            if token_ids is not None
+            else None
+        )
         decision = "rejected" if rejected else ("shared_prefix" if shared else identity.domain.kind.value)
         self.decisions[decision, identity.reason] += 1
         return Ruling(identity, self._salter.domain_salt(identity.domain, client_salt), shared, rejected)

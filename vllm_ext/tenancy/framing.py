@@ -1,11 +1,11 @@
 """Unambiguous byte framing for everything that is fed to a MAC.
 
-Joining fields with a separator lets two different field lists give the same bytes (`"org_1" + "2345"` and `"org_12" + "345"`).
-Here every field carries its length, and the number of fields comes first, so a frame decodes to exactly one field list.
+Joining fields with a separator lets two different field lists give the same bytes (`"org_1" + "2345"` and
+`"org_12" + "345"`). Here every field carries its length, and the number of fields comes first, so a frame
+decodes to exactly one field list.
 """
 
 from __future__ import annotations
-
 
 _LENGTH_BYTES = 4
 _MAX_FIELD = (1 << (8 * _LENGTH_BYTES)) - 1
@@ -14,9 +14,11 @@ Field = str | bytes
 
 
 def frame(*fields: Field) -> bytes:
-    """Encode `fields` injectively: a count, then each field as length (4 bytes, big-endian) and bytes. Text is UTF-8.
+    """Encode `fields` injectively: a count, then each field as length (4 bytes, big-endian) and bytes. Text
+    is UTF-8.
 
-    Lone surrogates (which JSON strings may carry) are kept by `surrogatepass`, so no input can make this fail on encoding.
+    Lone surrogates (which JSON strings may carry) are kept by `surrogatepass`, so no input can make this fail
+    on encoding.
 
     Raises:
         ValueError: a field is 4 GiB or longer.
@@ -48,8 +50,6 @@ def unframe(data: bytes) -> list[bytes]:
     if rest:
         raise ValueError(f"frame has {len(rest)} bytes after its last field")
     return fields
-
-
 
 
 def _take_length(data: memoryview) -> tuple[int, memoryview]:

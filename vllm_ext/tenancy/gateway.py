@@ -1,9 +1,9 @@
 """The signed gateway header: a trusted proxy says which tenant a request belongs to.
 
 Three headers: the tenant, a Unix timestamp in seconds (fractions allowed), and
-`v1=<hex HMAC-SHA256(secret, frame(version, method, target, tenant, timestamp, SHA-256 of the body))>`, where target is the raw path
-with its query string. A signature is accepted once, and only within the replay window. The idea is that of AWS Signature Version 4
-and Stripe's webhook signatures; the framing is ours.
+`v1=<hex HMAC-SHA256(secret, frame(version, method, target, tenant, timestamp, SHA-256 of the body))>`, where
+target is the raw path with its query string. A signature is accepted once, and only within the replay window.
+The idea is that of AWS Signature Version 4 and Stripe's webhook signatures; the framing is ours.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ _MAX_REMEMBERED = 1_000_000
 
 
 class GatewayError(ValueError):
-    """A signed header that cannot be believed. `reason` is one of a few fixed words; the text says how to mend it."""
+    """A signed header that cannot be believed. `reason` is one of a few fixed words; the text says how to
+    mend it.
+    """
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -53,9 +55,11 @@ def sign(secret: bytes, *, method: str, target: str, tenant: str, timestamp: str
 
 
 class GatewayVerifier:
-    """Verifies signed headers and remembers accepted signatures until they would be too old anyway. Thread-safe.
+    """Verifies signed headers and remembers accepted signatures until they would be too old anyway.
+    Thread-safe.
 
-    The memory is per process: with several API server processes a replay inside the window can pass once in each.
+    The memory is per process: with several API server processes a replay inside the window can pass once in
+    each.
 
     Args:
         secret: shared with the gateway.
@@ -73,7 +77,9 @@ class GatewayVerifier:
     def __repr__(self) -> str:
         return f"GatewayVerifier(secret=***, replay_window={self.replay_window})"
 
-    def verify(self, *, method: str, target: str, tenant: str, timestamp: str, signature: str, body: bytes) -> str:
+    def verify(
+        self, *, method: str, target: str, tenant: str, timestamp: str, signature: str, body: bytes
+    ) -> str:
         """Return the tenant's name.
 
         Raises:
@@ -81,12 +87,21 @@ class GatewayVerifier:
         """
         match = _SIGNATURE.fullmatch(signature)
         if match is None or _TIMESTAMP.fullmatch(timestamp) is None:
-            raise GatewayError("malformed_header", f"{SIGNATURE_HEADER} is v1=<64 hex digits>, {TIMESTAMP_HEADER} Unix seconds")
+            raise GatewayError(
+                "malformed_header",
+                f"{SIGNATURE_HEADER} is v1=<64 hex digits>, {TIMESTAMP_HEADER} Unix seconds",
+            )
         if _TENANT_NAME.fullmatch(tenant) is None:
-            raise GatewayError("malformed_header", f"{TENANT_HEADER} is 1 to 128 of the characters A-Z a-z 0-9 . _ : -")
-        expected = sign(self._secret, method=method, target=target, tenant=tenant, timestamp=timestamp, body=body)
+            raise GatewayError(
+                "malformed_header", f"{TENANT_HEADER} is 1 to 128 of the characters A-Z a-z 0-9 . _ : -"
+            )
+        expected = sign(
+            self._secret, method=method, target=target, tenant=tenant, timestamp=timestamp, body=body
+        )
         if not hmac.compare_digest(expected.encode(), signature.encode()):
-            raise GatewayError("bad_signature", f"{SIGNATURE_HEADER} does not match method, path, tenant, timestamp and body")
+            raise GatewayError(
+                "bad_signature", f"{SIGNATURE_HEADER} does not match method, path, tenant, timestamp and body"
+            )
         now = self._clock()
         age = now - float(timestamp)
         if not math.isfinite(age) or abs(age) > self.replay_window:
@@ -106,5 +121,7 @@ class GatewayVerifier:
             if signature in self._seen:
                 raise GatewayError("replayed", "this signature was used already: sign every request anew")
             if len(self._seen) >= _MAX_REMEMBERED:
-                raise GatewayError("replay_memory_full", "too many signed requests within the replay window: shorten it")
+                raise GatewayError(
+                    "replay_memory_full", "too many signed requests within the replay window: shorten it"
+                )
             self._seen[signature] = timestamp + self.replay_window

@@ -7,11 +7,15 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 UNKNOWN_TENANT = "(unknown)"
-"""Tenant label of a caller that nobody vouched for. Tenant names cannot hold parentheses, so it collides with none."""
+"""Tenant label of a caller that nobody vouched for. Tenant names cannot hold parentheses, so it collides with
+none.
+"""
 
 
 class DomainKind(StrEnum):
-    """What a trust domain's name means. The kind enters the salt, so equal names of different kinds never share KV."""
+    """What a trust domain's name means. The kind enters the salt, so equal names of different kinds never
+    share KV.
+    """
 
     DECLARED = "declared"
     """A domain that the policy names (a tenant's `domain`, or the tenant's own name)."""
@@ -60,7 +64,9 @@ class IdentifiedBy(StrEnum):
     API_KEY = "api_key"
     GATEWAY = "gateway"
     PYTHON = "python"
-    """In-process callers (`LLM`, `use_tenant`): whoever runs code in the server is trusted to say who asks."""
+    """In-process callers (`LLM`, `use_tenant`): whoever runs code in the server is trusted to say who
+    asks.
+    """
     UNKNOWN_RULE = "unknown_rule"
 
 
@@ -72,7 +78,9 @@ class Identity:
     domain: TrustDomain
     identified_by: IdentifiedBy
     reason: str
-    """Why this domain, as a metric label: `known`, `no_credentials`, `unknown_key`, `bad_signature`, `internal_error` …"""
+    """Why this domain, as a metric label: `known`, `no_credentials`, `unknown_key`, `bad_signature`,
+    `internal_error` …
+    """
 
     @staticmethod
     def isolated(reason: str) -> Identity:

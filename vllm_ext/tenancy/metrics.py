@@ -18,7 +18,8 @@ RATIO_BUCKETS = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 1.0)
 
 
 class LabelCap:
-    """Bounds the number of distinct label values: the first `limit` that ask are kept, later ones become `other`.
+    """Bounds the number of distinct label values: the first `limit` that ask are kept, later ones become
+    `other`.
 
     Names the policy lists are kept whatever comes, so a flood of unlisted names cannot hide a listed tenant.
     """
@@ -59,12 +60,16 @@ class TenancyMetrics:
         who = ("tenant", "domain")
         self._requests = Counter(
             "vllm_ext_requests",
-            "Requests that reached the engine (each prompt and each of n samples is one), by who asked and which rule said so.",
+            "Requests that reached the engine (each prompt and each of n samples is one), by who asked and "
+            "which rule said so.",
             (*who, "identified_by"),
             registry=registry,
         )
         self._prompt_tokens = Counter(
-            "vllm_ext_prompt_tokens", "Prompt tokens of requests whose prefill finished.", who, registry=registry
+            "vllm_ext_prompt_tokens",
+            "Prompt tokens of requests whose prefill finished.",
+            who,
+            registry=registry,
         )
         self._reused_tokens = Counter(
             "vllm_ext_reused_prompt_tokens",
@@ -88,12 +93,16 @@ class TenancyMetrics:
         )
         self._decisions = Counter(
             "vllm_ext_isolation_decisions",
-            "How the engine salted a request's blocks (declared, unlisted, shared_prefix, public, isolated, rejected) and why.",
+            "How the engine salted a request's blocks (declared, unlisted, shared_prefix, public, isolated, "
+            "rejected) and why.",
             ("decision", "reason"),
             registry=registry,
         )
         self._rejections = Counter(
-            "vllm_ext_rejected_requests", "Requests answered 401 by the policy's `unknown: reject`.", ("reason",), registry=registry
+            "vllm_ext_rejected_requests",
+            "Requests answered 401 by the policy's `unknown: reject`.",
+            ("reason",),
+            registry=registry,
         )
         self._stamp_failures = Counter(
             "vllm_ext_stamp_failures",
@@ -109,7 +118,7 @@ class TenancyMetrics:
         )
         self._policy_ok = Gauge(
             "vllm_ext_policy_last_reload_successful",
-            "1 while the policy in force is the policy on disk; 0 after a reload that was invalid or refused.",
+            "1 while the policy in force is the one on disk; 0 after a reload that was invalid or refused.",
             registry=registry,
             multiprocess_mode="min",
         )
@@ -121,7 +130,7 @@ class TenancyMetrics:
         )
         self._errors = Counter(
             "vllm_ext_internal_errors",
-            "Exceptions inside this plugin that were caught, by part. Identity and salting then isolate the request.",
+            "Exceptions inside this plugin that were caught, by part. Identity and salting then isolate.",
             ("part",),
             registry=registry,
         )
@@ -153,7 +162,11 @@ class TenancyMetrics:
 
     def engine_totals_grew(self, kind: str, labels: tuple[str, ...], by: float) -> None:
         """Add what the engine process counted since it was last asked. Kinds: those of `ENGINE_COUNTERS`."""
-        counter = {"decisions": self._decisions, "stamp_failures": self._stamp_failures, "errors": self._errors}[kind]
+        counter = {
+            "decisions": self._decisions,
+            "stamp_failures": self._stamp_failures,
+            "errors": self._errors,
+        }[kind]
         counter.labels(*labels).inc(by)
 
     def _who(self, identity: Identity) -> tuple[str, str]:

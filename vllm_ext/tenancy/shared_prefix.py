@@ -1,8 +1,9 @@
 """Registered shared prefixes: text that the operator declares public to a set of trust domains.
 
-A block whose tokens, and all tokens before it, lie inside a registered prefix holds nothing private: it is hashed under the set's
-salt, so every domain in the set reuses it. From the first block that holds anything else, the request's own salt enters the hash,
-and all later blocks inherit it. A prefix that ends inside a block shares the blocks before that one.
+A block whose tokens, and all tokens before it, lie inside a registered prefix holds nothing private: it is
+hashed under the set's salt, so every domain in the set reuses it. From the first block that holds anything
+else, the request's own salt enters the hash, and all later blocks inherit it. A prefix that ends inside a
+block shares the blocks before that one.
 """
 
 from __future__ import annotations
@@ -65,13 +66,17 @@ class SharedPrefixes:
     def __bool__(self) -> bool:
         return bool(self._by_first_block)
 
-    def match(self, domain: TrustDomain, token_ids: Sequence[int], limit: int | None = None) -> SharedRegion | None:
+    def match(
+        self, domain: TrustDomain, token_ids: Sequence[int], limit: int | None = None
+    ) -> SharedRegion | None:
         """The shared head of `token_ids` for a request of `domain`, or None.
 
         Args:
-            limit: tokens from here on are private whatever they are (where the first image or embedding begins).
+            limit: tokens from here on are private whatever they are (where the first image or embedding
+                begins).
 
-        Several registered prefixes may fit: the one that covers most blocks wins; of equals the one registered first.
+        Several registered prefixes may fit: the one that covers most blocks wins; of equals the one
+        registered first.
         """
         available = len(token_ids) if limit is None else min(limit, len(token_ids))
         if available < self.block_size:

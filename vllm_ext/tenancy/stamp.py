@@ -1,8 +1,8 @@
 """The stamp: how the front end tells the engine who is asking, so that nobody else can.
 
-The only fields that travel from every front end to the scheduler are ones that clients can write too. So the identity travels
-signed, and the signature covers the engine's internal request id (which vLLM makes random), so a stamp that leaks is worth nothing
-on another request.
+The only fields that travel from every front end to the scheduler are ones that clients can write too. So the
+identity travels signed, and the signature covers the engine's internal request id (which vLLM makes random),
+so a stamp that leaks is worth nothing on another request.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ class Stamped:
 
 
 class Stamper:
-    """Signs and verifies stamps with the salt secret (frames of stamps and salts begin with different words)."""
+    """Signs and verifies stamps with the salt secret (frames of stamps and salts begin with different
+    words).
+    """
 
     __slots__ = ("_secret",)
 
@@ -69,7 +71,8 @@ class Stamper:
         """Check `stamp` against this request.
 
         Raises:
-            StampError: it is not a string (`malformed`), not ours or altered or for another request (`bad_mac`), …
+            StampError: it is not a string (`malformed`), not ours or altered or for another request
+            (`bad_mac`), …
         """
         if not isinstance(stamp, str) or len(stamp) > _MAX_STAMP_CHARS:
             raise StampError("malformed")
@@ -88,7 +91,9 @@ class Stamper:
 
 
 def _decode(payload: bytes) -> Stamped:
-    """Only reached with a genuine MAC: a failure here means that front end and engine run different versions."""
+    """Only reached with a genuine MAC: a failure here means that front end and engine run different
+    versions.
+    """
     try:
         version, *texts = (field.decode("utf-8", "surrogatepass") for field in unframe(payload))
         tenant, kind, name, identified_by, reason, client_salt = texts

@@ -21,7 +21,9 @@ def test_a_frame_decodes_to_its_fields(parts: list[str | bytes]) -> None:
 
 
 @given(fields, fields)
-def test_two_field_lists_frame_alike_only_if_they_are_equal(left: list[str | bytes], right: list[str | bytes]) -> None:
+def test_two_field_lists_frame_alike_only_if_they_are_equal(
+    left: list[str | bytes], right: list[str | bytes]
+) -> None:
     same = [as_bytes(part) for part in left] == [as_bytes(part) for part in right]
     assert (frame(*left) == frame(*right)) == same
 
@@ -43,7 +45,7 @@ def test_adversarial_pairs_differ(left: tuple[str, ...], right: tuple[str, ...])
 
 
 def test_the_encoding_is_fixed() -> None:
-    assert frame("ab", b"") == b"\x00\x00\x00\x02" b"\x00\x00\x00\x02ab" b"\x00\x00\x00\x00"
+    assert frame("ab", b"") == b"\x00\x00\x00\x02\x00\x00\x00\x02ab\x00\x00\x00\x00"
 
 
 @given(st.binary(max_size=60))

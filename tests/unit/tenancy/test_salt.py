@@ -35,19 +35,37 @@ def test_salt_follows_the_documented_formula() -> None:
 @pytest.mark.parametrize(
     ("domain", "client_salt", "salt"),
     [
-        (TrustDomain.declared("acme"), None, "518411602d1eec0dde14f6cf73deb5caa8f208ef9cc0cbf8070aee1a34215cf6"),
-        (TrustDomain.declared("acme"), "s", "ee804cbfe1e311ad4c41057ba287a0533917096392c94591e672cc4ace5f41f3"),
-        (TrustDomain.unlisted("acme"), None, "f5fc25b5479212b989f5e927511f58d4510e519c8473ccf8c7c741a61f517eb8"),
+        (
+            TrustDomain.declared("acme"),
+            None,
+            "518411602d1eec0dde14f6cf73deb5caa8f208ef9cc0cbf8070aee1a34215cf6",
+        ),
+        (
+            TrustDomain.declared("acme"),
+            "s",
+            "ee804cbfe1e311ad4c41057ba287a0533917096392c94591e672cc4ace5f41f3",
+        ),
+        (
+            TrustDomain.unlisted("acme"),
+            None,
+            "f5fc25b5479212b989f5e927511f58d4510e519c8473ccf8c7c741a61f517eb8",
+        ),
         (TrustDomain.public(), None, "506fd20bff110162592337b1130483a594f78f764aecf3e0a75ce78d0b0ef0b3"),
     ],
 )
 def test_fixed_vectors(domain: TrustDomain, client_salt: str | None, salt: str) -> None:
-    """If one of these changes, every replica and every KV tier out there loses its cache: raise SALT_VERSION and say so."""
+    """If one of these changes, every replica and every KV tier out there loses its cache: raise SALT_VERSION
+    and say so.
+    """
     assert SALTER.domain_salt(domain, client_salt) == salt
 
 
 def test_fixed_vectors_of_shared_sets() -> None:
-    assert SALTER.shared_salt(["b", "a", "a"]) == SALTER.shared_salt(["a", "b"]) == "126a18a163140caa45b3f05af63e12c9c84b2c96dd0f3401b0aab32fe58aacb9"
+    assert (
+        SALTER.shared_salt(["b", "a", "a"])
+        == SALTER.shared_salt(["a", "b"])
+        == "126a18a163140caa45b3f05af63e12c9c84b2c96dd0f3401b0aab32fe58aacb9"
+    )
     assert SALTER.shared_salt(None) == "3dbabbe9cf3f34105f0eb8426fa10224a6e4265b52d72697b46cca56eee523f9"
 
 
@@ -60,7 +78,9 @@ def test_every_part_of_the_model_identity_changes_the_salt(field: str) -> None:
 
 
 def test_another_secret_gives_other_salts() -> None:
-    assert Salter(SECRET[::-1], MODEL).domain_salt(TrustDomain.declared("a")) != SALTER.domain_salt(TrustDomain.declared("a"))
+    assert Salter(SECRET[::-1], MODEL).domain_salt(TrustDomain.declared("a")) != SALTER.domain_salt(
+        TrustDomain.declared("a")
+    )
 
 
 domains = st.builds(TrustDomain, st.sampled_from(DomainKind), st.text(max_size=12))

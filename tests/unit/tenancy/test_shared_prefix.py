@@ -31,9 +31,12 @@ def test_the_shared_head_is_the_longest_run_of_whole_registered_blocks(
     registered: list[list[int]], prompt: list[int], block_size: int, limit: int | None
 ) -> None:
     shared = prefixes(
-        *(RegisteredPrefix(str(i), frozenset({"acme"}), tuple(ids)) for i, ids in enumerate(registered)), block_size=block_size
+        *(RegisteredPrefix(str(i), frozenset({"acme"}), tuple(ids)) for i, ids in enumerate(registered)),
+        block_size=block_size,
     )
-    longest = max((min(common(ids, prompt), len(prompt) if limit is None else limit) for ids in registered), default=0)
+    longest = max(
+        (min(common(ids, prompt), len(prompt) if limit is None else limit) for ids in registered), default=0
+    )
     region = shared.match(ACME, prompt, limit)
     assert (region.num_tokens if region else 0) == longest // block_size * block_size
 

@@ -46,7 +46,11 @@ def test_no_altered_stamp_is_believed(data: st.DataObject) -> None:
     assert reason(stamp[:at] + letter + stamp[at + 1 :]) in ("bad_mac", "malformed")
 
 
-@given(st.one_of(st.none(), st.integers(), st.booleans(), st.lists(st.integers()), st.text(), st.binary(), st.floats()))
+@given(
+    st.one_of(
+        st.none(), st.integers(), st.booleans(), st.lists(st.integers()), st.text(), st.binary(), st.floats()
+    )
+)
 def test_anything_else_is_refused_and_nothing_crashes(junk: object) -> None:
     assert reason(junk) in ("malformed", "bad_mac")
 

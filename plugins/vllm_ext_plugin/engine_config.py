@@ -1,0 +1,177 @@
+"""`EngineArgs.create_engine_config`, wrapped: puts our scheduler in, and refuses what would undo the
+policy.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from functools import partial
+from typing import Any
+
+from vllm_ext.policy import PolicySnapshot, PolicyStore
+from vllm_ext_plugin.activation import POLICY_ENV
+
+EPHEMERAL_SECRET_ENV = "VLLM_EXT_EPHEMERAL_SECRET"
+"""A random salt secret that this server's processes inherit, where the policy names none."""
+
+SCHEDULER = "vllm_ext_plugin.scheduler.make_scheduler"
+
+# Connectors that key what they store or send by block hash (which holds the salt) or move one request's
+# blocks to its own peer.
+SALTED_CONNECTORS = frozenset(
+    {
+        "OffloadingConnector",
+        "SimpleCPUOffloadConnector",
+        "MooncakeStoreConnector",
+        "MooncakeConnector",
+        "NixlConnector",
+        "NixlPullConnector",
+        "NixlPushConnector",
+        "MoRIIOConnector",
+        "DecodeBenchConnector",
+    }
+)
+TOKEN_HASHING_CONNECTORS = frozenset({"ExampleConnector", "HF3FSKVConnector", "LMCacheConnectorV1"})
+
+logger = logging.getLogger("vllm_ext")
+
+
+class StartRefused(ValueError):
+    """The policy and the engine's options contradict each other; the text says which and how to mend it."""
+
+
+def with_policy(original: Any) -> Any:
+    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        config = original(self, *args, **kwargs)
+        store = PolicyStore(policy_path())
+        if store.current.policy.tenancy is not None:
+            headless = bool(kwargs.get("headless") or (len(args) > 1 and args[1]))
+            _install_tenancy(config, store, headless)
+        return config
+
+    return create_engine_config
+
+
+def policy_path() -> str | None:
+    return os.environ.get(POLICY_ENV) or None
+
+
+def salt_secret(snapshot: PolicySnapshot) -> bytes:
+    """The policy's secret, or this server's ephemeral one.
+
+    Raises:
+        StartRefused: neither is there (an engine process that was not started by a front end of ours).
+    """
+    if snapshot.salt_secret is not None:
+        return snapshot.salt_secret
+    ephemeral = os.environ.get(EPHEMERAL_SECRET_ENV)
+    if ephemeral is None:
+        raise StartRefused(
+            "no salt secret: set tenancy.salt_secret in the policy "
+            "(a random one reaches only the processes that this server starts)"
+        )
+    return bytes.fromhex(ephemeral)
+
+
+def _install_tenancy(config: Any, store: PolicyStore, headless: bool) -> None:
+    from vllm_ext_plugin import front_end
+
+    snapshot = store.current
+    problems = start_refusals(config, snapshot, headless)
+    if problems:
+        raise StartRefused(
+            "vllm_ext refuses to start under this policy:\n"
+            + "\n".join(f"  - {problem}" for problem in problems)
+        )
+    if snapshot.salt_secret is None and EPHEMERAL_SECRET_ENV not in os.environ:
+        os.environ[EPHEMERAL_SECRET_ENV] = secrets.token_hex(32)
+        logger.warning(
+            "tenancy.salt_secret is not set: salts come from a random secret and change with every start. "
+            "Set it to keep prefix caches shared between replicas and KV tiers valid across restarts."
+        )
+    chosen = config.scheduler_config.scheduler_cls
+    if not _is_ours(chosen):
+        # A scheduler that the user (or vLLM, for diffusion models) chose becomes the base class of ours.
+        config.scheduler_config.scheduler_cls = (
+            SCHEDULER if chosen is None else partial(_make_scheduler_on, _importable(chosen))
+        )
+    front_end.install(config, store)
+
+
+def start_refusals(config: Any, snapshot: PolicySnapshot, headless: bool = False) -> list[str]:
+    """What in vLLM's configuration would let KV cross trust domains past the salt: one sentence each, with
+    the remedy.
+    """
+    tenancy = snapshot.policy.tenancy
+    assert tenancy is not None
+    problems = []
+    if "xxhash" in str(config.cache_config.prefix_caching_hash_algo):
+        problems.append(
+            "--prefix-caching-hash-algo xxhash is not collision resistant, so a tenant could forge another's "
+            "block hash: use sha256"
+        )
+    for connector in _connectors(config.kv_transfer_config):
+        if connector in TOKEN_HASHING_CONNECTORS:
+            problems.append(
+                f"KV connector {connector} looks KV up by tokens without the salt, across trust domains: "
+                "use OffloadingConnector, SimpleCPUOffloadConnector or MooncakeStoreConnector"
+            )
+        elif connector not in SALTED_CONNECTORS and connector not in tenancy.trusted_connectors:
+            problems.append(
+                f"KV connector {connector} is not known to key KV by block hash; if it does (and so honours "
+                "cache_salt), list it under tenancy.trusted_connectors"
+            )
+    if getattr(config.speculative_config, "method", None) == "suffix":
+        problems.append(
+            "speculative method `suffix` keeps one tree of all tenants' answers and drafts from it for "
+            "everyone: use `ngram`"
+        )
+    if snapshot.salt_secret is None and (headless or _spans_nodes(config.parallel_config)):
+        problems.append(
+            "engines on several nodes need the same salt secret: set tenancy.salt_secret in the policy"
+        )
+    if os.environ.get("VLLM_USE_RUST_FRONTEND", "0") not in ("0", ""):
+        problems.append("the Rust front end cannot identify tenants: unset VLLM_USE_RUST_FRONTEND")
+    return problems
+
+
+def _spans_nodes(parallel: Any) -> bool:
+    size, local = getattr(parallel, "data_parallel_size", 1), getattr(parallel, "data_parallel_size_local", 1)
+    return bool(size > 1 and local < size) or getattr(parallel, "nnodes", 1) > 1
+
+
+def _connectors(transfer: Any) -> list[str]:
+    """Names of all KV connectors in use, those inside a MultiConnector included."""
+    name = getattr(transfer, "kv_connector", None)
+    if not name:
+        return []
+    if name != "MultiConnector":
+        return [name]
+    parts = (transfer.kv_connector_extra_config or {}).get("connectors", [])
+    return [part.get("kv_connector", "(unnamed)") if isinstance(part, dict) else str(part) for part in parts]
+
+
+def _is_ours(scheduler_cls: Any) -> bool:
+    return scheduler_cls == SCHEDULER or (
+        isinstance(scheduler_cls, partial) and scheduler_cls.func is _make_scheduler_on
+    )
+
+
+def _make_scheduler_on(base: str, **kwargs: Any) -> Any:
+    from vllm_ext_plugin.scheduler import make_scheduler
+
+    return make_scheduler(base=base, **kwargs)
+
+
+def _importable(scheduler_cls: Any) -> str:
+    """The dotted path of a user's scheduler, so that the engine process can import it too."""
+    if isinstance(scheduler_cls, str):
+        return scheduler_cls
+    if isinstance(scheduler_cls, type) and "<locals>" not in scheduler_cls.__qualname__:
+        return f"{scheduler_cls.__module__}.{scheduler_cls.__qualname__}"
+    raise StartRefused(
+        f"--scheduler-cls {scheduler_cls!r} cannot be combined with vllm_ext: "
+        "give a class that can be imported by name"
+    )

@@ -1,0 +1,149 @@
+"""``vllm-ext policy``: check, explain, schema, digest. Exit status 2 when the input is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+from rich.console import Console
+
+from vllm_ext.cli.render import print_error, print_rows
+from vllm_ext.policy import (
+    PolicyError,
+    PolicySnapshot,
+    explain_tenant,
+    key_digest,
+    load_policy,
+    policy_json_schema,
+)
+from vllm_ext.policy.references import ReferenceProblem, checked_key, strip_line_break
+
+app = typer.Typer(
+    no_args_is_help=True, help="Check and explain policy files.", pretty_exceptions_show_locals=False
+)
+
+NoSecrets = Annotated[
+    bool,
+    typer.Option(
+        "--no-secrets",
+        help="Do not look up env: and file: references (for a machine that lacks the secrets).",
+    ),
+]
+
+
+@app.command()
+def check(
+    files: Annotated[list[Path], typer.Argument(help="Policy files.", show_default=False)],
+    no_secrets: NoSecrets = False,
+) -> None:
+    """Check policy files; list all errors at once."""
+    sound = True
+    for file in files:
+        snapshot = _load(file, no_secrets)
+        sound = sound and snapshot is not None
+        if snapshot is not None:
+            typer.echo(f"{file}: ok ({_summary(snapshot)})")
+    if not sound:
+        raise typer.Exit(2)
+
+
+@app.command()
+def explain(
+    file: Annotated[Path, typer.Argument(help="The policy file.", show_default=False)],
+    tenant: Annotated[
+        str | None, typer.Option(help="The tenant; by default the one the key belongs to.")
+    ] = None,
+    api_key_env: Annotated[
+        str | None,
+        typer.Option(metavar="VAR", help="Environment variable with an API key to identify; never printed."),
+    ] = None,
+    no_secrets: NoSecrets = False,
+) -> None:
+    """What a tenant gets, and which line says so."""
+    if tenant is None and api_key_env is None:
+        _fail("name a tenant with --tenant, or an environment variable that holds its key with --api-key-env")
+    digest = _key_digest_from_env(api_key_env) if api_key_env is not None else None
+    snapshot = _load(file, no_secrets)
+    if snapshot is None:
+        raise typer.Exit(2)
+    rows = explain_tenant(
+        snapshot, tenant, key_source=f"${api_key_env}" if digest else None, key_digest=digest
+    )
+    print_rows(rows, str(file), Console())
+
+
+@app.command()
+def schema(out: Annotated[Path | None, typer.Option(help="Write to this file.")] = None) -> None:
+    """Print the JSON Schema of policy files, for editors."""
+    text = json.dumps(policy_json_schema(), indent=2, ensure_ascii=False) + "\n"
+    if out is None:
+        typer.echo(text, nl=False)
+        return
+    try:
+        out.write_text(text, encoding="utf-8")
+    except OSError as error:
+        _fail(f"cannot write {out}: {error.strerror}")
+
+
+@app.command()
+def digest(
+    env: Annotated[
+        str | None, typer.Option(metavar="VAR", help="Environment variable that holds the key.")
+    ] = None,
+) -> None:
+    """Print the line to paste into a policy for an API key, read from standard input or --env.
+
+    The key is never an argument: arguments show up in process lists and shell histories.
+    """
+    if env is not None:
+        found = _key_digest_from_env(env)
+    elif sys.stdin.isatty():
+        found = _digest_of(typer.prompt("API key", hide_input=True, err=True).encode(), "the prompt")
+    else:
+        found = _digest_of(strip_line_break(sys.stdin.buffer.read()), "standard input")
+    typer.echo(f"sha256:{found.hex()}")
+
+
+def _load(file: Path, no_secrets: bool) -> PolicySnapshot | None:
+    try:
+        return load_policy(file, resolve_secrets=not no_secrets)
+    except PolicyError as error:
+        print_error(error, Console(stderr=True))
+        return None
+
+
+def _summary(snapshot: PolicySnapshot) -> str:
+    tenancy = snapshot.policy.tenancy
+    if tenancy is None:
+        return "no tenancy: one cache for all"
+    counts = [
+        (len(tenancy.tenants), "tenant"),
+        (len(snapshot.domains), "trust domain"),
+        (len(tenancy.shared_prefixes), "shared prefix"),
+    ]
+    plurals = {"shared prefix": "shared prefixes"}
+    words = [f"{count} {noun if count == 1 else plurals.get(noun, noun + 's')}" for count, noun in counts]
+    return ", ".join([*words, f"unknown: {tenancy.unknown}"])
+
+
+def _key_digest_from_env(variable: str) -> bytes:
+    value = os.environ.get(variable)
+    if value is None:
+        _fail(f"environment variable {variable} is not set")
+    return _digest_of(strip_line_break(os.fsencode(value)), f"${variable}")
+
+
+def _digest_of(key: bytes, source: str) -> bytes:
+    try:
+        return key_digest(checked_key(key, source))
+    except ReferenceProblem as error:
+        _fail(f"{error.message} ({error.hint})")
+
+
+def _fail(message: str) -> NoReturn:
+    typer.echo(f"vllm-ext: {message}", err=True)
+    raise typer.Exit(2)

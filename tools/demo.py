@@ -189,18 +189,22 @@ def run(console: Console, rounds: int, plugin: bool) -> bool:
     arguments = serve_arguments(DEMO_POLICY) if plugin else serve_arguments(plugins=None)
     with tempfile.NamedTemporaryFile(prefix="vllm_ext-demo-", suffix=".log", delete=False) as handle:
         log = Path(handle.name)
-    with console.status("starting vLLM ...") as status, Server(arguments, log=log) as server:
-        server.wait_ready(
-            on_wait=lambda waited: status.update(f"starting vLLM ... {waited:.0f} s (log: {log})")
-        )
-        status.update("two tenants at work ...")
-        try:
-            with httpx.Client(base_url=server.url, timeout=120, trust_env=False) as client:
-                pairs = drive(client, rounds)
-                shared = drive_shared(client) if plugin else None
-        except (httpx.HTTPError, RuntimeError) as error:
-            raise server.failure(str(error)) from error
-        status.update("stopping vLLM ...")
+    try:
+        with console.status("starting vLLM ...") as status, Server(arguments, log=log) as server:
+            server.wait_ready(
+                on_wait=lambda waited: status.update(f"starting vLLM ... {waited:.0f} s (log: {log})")
+            )
+            status.update("two tenants at work ...")
+            try:
+                with httpx.Client(base_url=server.url, timeout=120, trust_env=False) as client:
+                    pairs = drive(client, rounds)
+                    shared = drive_shared(client) if plugin else None
+            except (httpx.HTTPError, RuntimeError) as error:
+                raise server.failure(str(error)) from error
+            status.update("stopping vLLM ...")
+    except KeyboardInterrupt:
+        log.unlink()
+        raise
     log.unlink()
     return show(console, pairs, shared)
 

@@ -113,6 +113,7 @@ class Server:
             else:
                 self.environment[name] = value
         self.process: subprocess.Popen[bytes] | None = None
+        self.was_ready = False
 
     def start(self) -> Server:
         """Starts it and returns at once. Raises ServerFailed when the `vllm` command is not there."""
@@ -147,6 +148,7 @@ class Server:
             if on_wait:
                 on_wait(waited)
             time.sleep(0.4)
+        self.was_ready = True
 
     def healthy(self) -> bool:
         """True when GET /health answers 200 now."""
@@ -185,21 +187,27 @@ class Server:
         assert self.process is not None, "start() comes first"
         return self.process.wait()
 
-    def stop(self, grace: float = 15.0) -> None:
-        """Ends it and all it started: asked first, killed after `grace` seconds. Harmless when stopped."""
+    def stop(self) -> None:
+        """Ends it and all that it started: asked first, then killed. Harmless when it has ended already."""
         if self.process is None:
             return
-        self.interrupt()
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(timeout=grace)
-        # Its children end once it has; the trackers of shared memory among them need a moment to clean up.
-        deadline = time.monotonic() + 3.0
-        while _group_lives(self.process.pid) and time.monotonic() < deadline:
-            self.process.poll()
-            time.sleep(0.05)
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        try:
+            self.interrupt()
+            # While it still starts up, vLLM does not heed a signal, and there is nothing yet to finish.
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(timeout=15.0 if self.was_ready else 2.0)
+            # Its children end once it has; those that track shared memory need a moment to clean up.
+            deadline = time.monotonic() + 3.0
+            while (
+                self.process.poll() is not None
+                and time.monotonic() < deadline
+                and _group_lives(self.process.pid)
+            ):
+                time.sleep(0.05)
+        finally:  # also when a second Ctrl-C cuts the waiting short
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
 
     def __enter__(self) -> Server:
         return self if self.process else self.start()

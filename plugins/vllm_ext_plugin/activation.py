@@ -89,6 +89,9 @@ def activate() -> None:
         )
     _declare_environment()
     _log_like_vllm()
+    version = seams.installed_version()
+    if version is not None and not seams.supported_version(version):
+        logger.warning("vLLM %s is not one of the versions vllm_ext is tested with (0.31 to 0.33)", version)
     if patch(EngineArgs, "create_engine_config", engine_config.with_policy):
         cpu_sampling.mend()
         unknown = [name for name in named_plugins() if name not in installed_plugins()]

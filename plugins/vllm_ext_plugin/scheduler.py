@@ -96,7 +96,11 @@ class TenancyScheduler:
         request.structured_output_request = None
         failed: Any = self.grammar_compile_error_reqs  # type: ignore[attr-defined]
         if isinstance(failed, dict):  # vLLM 0.33
-            failed[request.request_id] = "refused by policy: unknown caller"
+            from vllm.outputs import RequestError
+
+            failed[request.request_id] = RequestError(
+                code="unknown_caller", message="the policy rejects callers that it does not know"
+            )
         else:
             failed.add(request.request_id)
 

@@ -8,6 +8,7 @@ in a context variable is visible. (It is not inside `process_inputs`, which may 
 from __future__ import annotations
 
 import copy
+import logging
 import secrets
 from contextvars import ContextVar
 from typing import Any
@@ -21,6 +22,8 @@ from vllm_ext_plugin.patching import patch
 HTTP_IDENTITY: ContextVar[Identity | None] = ContextVar("vllm_ext_http_identity", default=None)
 PYTHON_TENANT: ContextVar[str | None] = ContextVar("vllm_ext_python_tenant", default=None)
 
+logger = logging.getLogger("vllm_ext")
+
 _FRONT_END = "_vllm_ext_front_end"
 _IDENTITY = "_vllm_ext_identity"
 
@@ -33,8 +36,14 @@ def install() -> None:
     from vllm.v1.engine.output_processor import OutputProcessor
 
     patch(OutputProcessor, "add_request", _stamping_add_request)
-    patch(OutputProcessor, "_finish_request", _counting_finish_request)
-    patch(OutputProcessor, "abort_requests", _counting_abort_requests)
+    for name, wrapper in (
+        ("_finish_request", _counting_finish_request),
+        ("abort_requests", _counting_abort_requests),
+    ):
+        try:
+            patch(OutputProcessor, name, wrapper)
+        except AttributeError as error:
+            logger.error("tokens per tenant will not be counted: %s", error)
 
 
 def _stamping_add_request(original: Any) -> Any:

@@ -126,7 +126,13 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
         "VLLM_PLUGINS": None,
         "VLLM_EXT_POLICY": None,
     }
-    arguments = [*serve_arguments(policy=path), "--middleware", "saboteur.Saboteur", "--enable-log-requests"]
+    arguments = [
+        *serve_arguments(policy=path),
+        "--middleware",
+        "saboteur.Saboteur",
+        "--enable-log-requests",
+        "--enable-scale-out",
+    ]
     with Server(arguments, log=folder / "server.log", env=environment) as server:
         server.wait_ready()
         with httpx.Client(base_url=server.url, timeout=120) as client:

@@ -266,6 +266,10 @@ class TenancyPolicy(_Model):
     tenants: dict[Name, TenantPolicy] = {}
     """The known tenants, by name."""
 
+    trusted_connectors: tuple[Text, ...] = ()
+    """KV connectors, by class name, that the operator knows to key KV by block hash. Those that vllm_ext
+    knows need no entry; any other is refused at start, since it might hand KV across trust domains."""
+
     gateway: Annotated[
         GatewayPolicy | None, BeforeValidator(_whole_section), Field(json_schema_extra=_without_null)
     ] = None

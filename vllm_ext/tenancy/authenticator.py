@@ -172,7 +172,7 @@ class Authenticator:
 
     def unlisted_tenant(self, tenant: str, identified_by: IdentifiedBy) -> Identity | Rejection:
         """A tenant that somebody trusted vouched for, but that the policy does not list."""
-        if self._gateway_policy is not None and self._gateway_policy.unlisted_tenants == "own_domain":
+        if self._snapshot.signed_domain(tenant) is not None:
             return Identity(tenant, TrustDomain.unlisted(tenant), identified_by, "unlisted")
         return self.unknown("unlisted_tenant", f"tenant {tenant!r} is not in this server's policy")
 

@@ -86,7 +86,7 @@ def test_an_unlisted_tenant_never_meets_a_listed_domain_of_the_same_name() -> No
     who = Authenticator(snapshot, GatewayVerifier(SECRET, 30.0, clock=lambda: 1000.0))
     salter = Salter(SECRET, ModelIdentity("m", "", "m", "", "", "", "", "", ""))
     listed, unlisted = identity(who, bearer("k")), identity(who, by_gateway("shop"))
-    assert listed.domain.name == unlisted.domain.name == "shop"
+    assert listed.domain == TrustDomain.declared("shop") and unlisted.domain == TrustDomain.unlisted("shop")
     assert salter.domain_salt(listed.domain) != salter.domain_salt(unlisted.domain)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.tenancy_helpers import BLOCK, FULL_BLOCKS, PROMPT, Engine, policy_env
+from tests.engine.tenancy_helpers import BLOCK, FULL_BLOCKS, PROMPT, SECRET, Engine, policy_env
 from tests.engine.v2 import RUNNERS, run_in_v1
 
 pytestmark = pytest.mark.engine
@@ -136,6 +136,67 @@ def test_a_registered_prefix_is_shared_up_to_its_last_whole_block(
     )
     assert result["umbrella, acme's question again"] == [prompt, warm]
     assert result["initech, not in the set"] == result["unknown"] == result["unknown again"] == 0
+
+
+TEXT = "Translate the following sentence into French, then count its words and letters. " * 9
+
+
+def shared_text(model: str) -> dict[str, Any]:
+    engine = Engine(model, kv_events_config={"enable_kv_cache_events": True, "publisher": "null"})
+    tokenizer = engine.llm.get_tokenizer()
+    prompts = {
+        who: tokenizer.encode(TEXT + f"What does {who} keep private? " * 4) for who in ("acme", "globex")
+    }
+    result: dict[str, Any] = {
+        "text": len(tokenizer.encode(TEXT)),
+        "cold": engine.reused("acme", prompts["acme"]),
+        "globex": engine.reused("globex", prompts["globex"]),
+        "globex, warm": engine.reused("globex", prompts["globex"]),
+        "prompt": len(prompts["globex"]),
+    }
+    events = repr(engine.scheduler.kv_cache_manager.take_events())
+    result["events"] = "BlockStored" in events and engine.seen[-1].cache_salt in events
+    result["secret in events"] = SECRET in events
+    return result
+
+
+def test_a_registered_text_is_shared_and_events_hold_no_secret(tiny_llama: str, tmp_path: Path):
+    (tmp_path / "prompt.txt").write_text(TEXT)
+    shared = [{"name": "text", "domains": "all", "file": "prompt.txt"}]
+    result = run_in_v1(shared_text, tiny_llama, env=policy_env(tmp_path, shared_prefixes=shared))
+    head = result["text"] // BLOCK * BLOCK
+    # The last token of the text may merge with what follows: then one block less is wholly inside.
+    assert head >= 2 * BLOCK and result["globex"] in (head, head - BLOCK)
+    assert result["cold"] == 0
+    assert result["globex, warm"] == (result["prompt"] - 1) // BLOCK * BLOCK > head
+    assert result["events"] and not result["secret in events"]
+
+
+OTHER_TEMPLATE = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }} [/{{ m['role'] }}]{% endfor %}"
+
+
+def templated(model: str, template: str) -> list[int]:
+    from vllm import SamplingParams
+
+    engine = Engine(model)
+
+    def reused(tenant: str) -> int:
+        params = SamplingParams(max_tokens=1, extra_args={"vllm_ext.tenant": tenant})
+        return engine.llm.chat(CHAT, params, chat_template=template, use_tqdm=False)[0].num_cached_tokens
+
+    return [reused("acme"), reused("globex")]
+
+
+def test_the_servers_own_chat_template_renders_shared_prefixes(tiny_llama: str, tmp_path: Path):
+    template = tmp_path / "template.jinja"
+    template.write_text(OTHER_TEMPLATE)
+    shared = [{"name": "assistant", "domains": "all", "messages": CHAT[:1]}]
+    env = policy_env(tmp_path, shared_prefixes=shared)
+    cold, with_template = run_in_v1(
+        templated, tiny_llama, OTHER_TEMPLATE, env={**env, "VLLM_EXT_CHAT_TEMPLATE": str(template)}
+    )
+    assert cold == 0 and with_template >= BLOCK
+    assert run_in_v1(templated, tiny_llama, OTHER_TEMPLATE, env=env) == [0, 0], "rendered by the model's own"
 
 
 def reset_and_reuse(model: str) -> dict[str, Any]:

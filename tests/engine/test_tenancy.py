@@ -143,6 +143,8 @@ TEXT = "Translate the following sentence into French, then count its words and l
 
 def shared_text(model: str) -> dict[str, Any]:
     engine = Engine(model, kv_events_config={"enable_kv_cache_events": True, "publisher": "null"})
+    published: list[Any] = []
+    engine.scheduler.kv_event_publisher.publish = published.append
     tokenizer = engine.llm.get_tokenizer()
     prompts = {
         who: tokenizer.encode(TEXT + f"What does {who} keep private? " * 4) for who in ("acme", "globex")
@@ -154,7 +156,7 @@ def shared_text(model: str) -> dict[str, Any]:
         "globex, warm": engine.reused("globex", prompts["globex"]),
         "prompt": len(prompts["globex"]),
     }
-    events = repr(engine.scheduler.kv_cache_manager.take_events())
+    events = repr(published)
     result["events"] = "BlockStored" in events and engine.seen[-1].cache_salt in events
     result["secret in events"] = SECRET in events
     return result

@@ -50,6 +50,8 @@ def register() -> None:
         logger.warning("vllm_ext is installed but cannot add its options to this vLLM", exc_info=True)
     if is_named():
         activate()
+    elif os.environ.get(POLICY_ENV):
+        _refuse_to_run_without_us()
 
 
 def is_named() -> bool:
@@ -69,6 +71,28 @@ def installed_plugins() -> dict[str, list[str]]:
                 group.removeprefix("vllm.").removesuffix("_plugins")
             )
     return dict(sorted(found.items()))
+
+
+def _refuse_to_run_without_us() -> None:
+    """Somebody set a policy and forgot to name the plugin: an engine that ignores it must not start."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    logger.error(
+        "%s is set but %s does not name %s: engines will refuse to start", POLICY_ENV, PLUGINS_ENV, PLUGIN
+    )
+    patch(EngineArgs, "create_engine_config", _unless_named)
+
+
+def _unless_named(original: Any) -> Any:
+    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if os.environ.get(POLICY_ENV) and not is_named():
+            raise ValueError(
+                f"{POLICY_ENV} is set but the plugin is not named: add --plugins {PLUGIN} "
+                f"(or {PLUGINS_ENV}={PLUGIN}), or unset {POLICY_ENV}"
+            )
+        return original(self, *args, **kwargs)
+
+    return create_engine_config
 
 
 def activate() -> None:
@@ -181,6 +205,8 @@ def _apply_options(parser: argparse.ArgumentParser, namespace: argparse.Namespac
             parser.error(f"--policy needs --plugins {PLUGIN} (or {PLUGIN} in {PLUGINS_ENV})")
         os.environ[POLICY_ENV] = str(Path(policy).absolute())
     if not is_named():
+        if os.environ.get(POLICY_ENV):
+            parser.error(f"{POLICY_ENV} is set but the plugin is not named: add --plugins {PLUGIN}")
         return
     if getattr(namespace, "chat_template", None):
         os.environ[CHAT_TEMPLATE_ENV] = str(namespace.chat_template)

@@ -54,7 +54,7 @@ def mend() -> Outcome:
 
     if KERNEL in dispatcher._registry:
         dispatcher.register_kernels({KERNEL: expand})
-    logger.info(
+    logger.debug(
         "vllm_ext: mended per-request sampling parameters under speculation on CPU (vLLM issue 55005)"
     )
     return "mended"

@@ -46,9 +46,17 @@ def with_policy(original: Any) -> Any:
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         config = original(self, *args, **kwargs)
         store = PolicyStore(policy_path())
-        if store.current.policy.tenancy is not None:
-            headless = bool(kwargs.get("headless") or (len(args) > 1 and args[1]))
-            _install_tenancy(config, store, headless)
+        policy = store.current.policy
+        headless = bool(kwargs.get("headless") or (len(args) > 1 and args[1]))
+        problems = start_refusals(config, store.current, headless)
+        if problems:
+            listed = "\n".join(f"  - {problem}" for problem in problems)
+            raise StartRefused(f"vllm_ext refuses to start under this policy:\n{listed}")
+        if policy.tenancy is not None or policy.retention is not None:
+            _install_scheduler(config)
+        if policy.tenancy is not None:
+            _install_tenancy(config, store)
+        _tell(config, store)
         return config
 
     return create_engine_config
@@ -75,35 +83,77 @@ def salt_secret(snapshot: PolicySnapshot) -> bytes:
     return bytes.fromhex(ephemeral)
 
 
-def _install_tenancy(config: Any, store: PolicyStore, headless: bool) -> None:
+def _install_tenancy(config: Any, store: PolicyStore) -> None:
     from vllm_ext_plugin import front_end
 
-    snapshot = store.current
-    problems = start_refusals(config, snapshot, headless)
-    if problems:
-        raise StartRefused(
-            "vllm_ext refuses to start under this policy:\n"
-            + "\n".join(f"  - {problem}" for problem in problems)
-        )
-    if snapshot.salt_secret is None and EPHEMERAL_SECRET_ENV not in os.environ:
+    if store.current.salt_secret is None and EPHEMERAL_SECRET_ENV not in os.environ:
         os.environ[EPHEMERAL_SECRET_ENV] = secrets.token_hex(32)
+        tenancy = store.current.policy.tenancy
+        if tenancy is not None and (tenancy.tenants or tenancy.gateway):
+            logger.warning(
+                "tenancy.salt_secret is not set: salts come from a random secret and change at every start. "
+                "Set it to keep prefix caches shared between replicas and KV tiers valid across restarts."
+            )
+    front_end.install(config, store)
+
+
+def _tell(config: Any, store: PolicyStore) -> None:
+    """One line in the log: what is in force. Names and counts, no secrets."""
+    from vllm_ext import __version__
+    from vllm_ext_plugin import cpu_sampling
+
+    snapshot = store.current
+    tenancy, retention = snapshot.policy.tenancy, snapshot.policy.retention
+    if tenancy is None:
+        told = ["no tenancy"]
+    else:
+        told = [
+            f"{len(tenancy.tenants)} tenants in {len(snapshot.domains)} trust domains",
+            f"{len(tenancy.shared_prefixes)} shared prefixes",
+            f"unknown: {tenancy.unknown}",
+            f"gateway {'on' if tenancy.gateway else 'off'}",
+            f"salt secret {tenancy.salt_secret or 'random'}",
+        ]
+    told.append(f"retention {retention.order}" if retention is not None else "no retention")
+    logger.info(
+        "vllm_ext %s: policy %s (%s): %s", __version__, snapshot.source, snapshot.digest[:12], ", ".join(told)
+    )
+    if store.path is None:
         logger.warning(
-            "tenancy.salt_secret is not set: salts come from a random secret and change with every start. "
-            "Set it to keep prefix caches shared between replicas and KV tiers valid across restarts."
+            "no policy file was named: under the built-in default all requests share one prefix cache, as in "
+            "stock vLLM (name a file with --policy or %s)",
+            POLICY_ENV,
         )
+    if config.speculative_config is not None:
+        logger.info("CPU sampling under speculation (vLLM issue 55005): %s", cpu_sampling.mend())
+
+
+def _install_scheduler(config: Any) -> None:
     chosen = config.scheduler_config.scheduler_cls
     if not _is_ours(chosen):
         # A scheduler that the user (or vLLM, for diffusion models) chose becomes the base class of ours.
         config.scheduler_config.scheduler_cls = (
             SCHEDULER if chosen is None else partial(_make_scheduler_on, _importable(chosen))
         )
-    front_end.install(config, store)
 
 
 def start_refusals(config: Any, snapshot: PolicySnapshot, headless: bool = False) -> list[str]:
-    """What in vLLM's configuration would let KV cross trust domains past the salt: one sentence each, with
-    the remedy.
-    """
+    """What in vLLM's configuration contradicts the policy: one sentence each, with the remedy."""
+    problems = []
+    if snapshot.policy.tenancy is not None:
+        problems += _tenancy_refusals(config, snapshot, headless)
+    if snapshot.policy.retention is not None and "HiSparseConnector" in _connectors(
+        config.kv_transfer_config
+    ):
+        problems.append(
+            "HiSparse depends on which blocks are evicted last, so the retention section cannot be used "
+            "with it: remove one of the two"
+        )
+    return problems
+
+
+def _tenancy_refusals(config: Any, snapshot: PolicySnapshot, headless: bool) -> list[str]:
+    """What would let KV cross trust domains past the salt."""
     tenancy = snapshot.policy.tenancy
     assert tenancy is not None
     problems = []

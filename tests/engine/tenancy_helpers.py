@@ -17,18 +17,24 @@ computed).
 """
 
 
-def policy_env(folder: Path, **tenancy: Any) -> dict[str, str]:
-    """Write a policy (JSON is YAML) and return the environment that names it. Two tenants unless `tenancy`
-    says otherwise.
+def policy_env(folder: Path, *, retention: dict[str, Any] | None = None, **tenancy: Any) -> dict[str, str]:
+    """Write a policy (JSON is YAML) and return the environment that names it.
+
+    Three tenants in two domains unless `tenancy` says otherwise.
     """
-    body = {
-        "salt_secret": "env:TEST_SALT_SECRET",
-        "unknown": "isolate",
-        "tenants": {"acme": {}, "globex": {}, "acme-eu": {"domain": "acme"}},
-        **tenancy,
+    body: dict[str, Any] = {
+        "version": 1,
+        "tenancy": {
+            "salt_secret": "env:TEST_SALT_SECRET",
+            "unknown": "isolate",
+            "tenants": {"acme": {}, "globex": {}, "acme-eu": {"domain": "acme"}},
+            **tenancy,
+        },
     }
+    if retention is not None:
+        body["retention"] = retention
     path = folder / "policy.yaml"
-    path.write_text(json.dumps({"version": 1, "tenancy": body}, indent=1))
+    path.write_text(json.dumps(body, indent=1))
     return {**PLUGIN_ENV, "VLLM_EXT_POLICY": str(path)}
 
 

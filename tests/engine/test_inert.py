@@ -216,9 +216,24 @@ def test_a_scheduler_of_the_users_own_is_composed_with_ours(tiny_llama: str, tmp
     assert result == [
         "True",
         "VllmExtCountingScheduler",
-        "TenancyScheduler",
+        "ExtensionScheduler",
         "CountingScheduler",
         "0",
         "224",
         "0",
     ]
+
+
+def test_a_policy_in_the_environment_without_the_plugin_is_refused(tiny_llama: str, tmp_path: Path):
+    env = policy_env(tmp_path)
+    refused = vllm("serve", "model", VLLM_EXT_POLICY=env["VLLM_EXT_POLICY"])
+    assert refused.returncode == 2 and "--plugins vllm_ext" in refused.stderr
+    assert "the plugin is not named" in run_in_v1(
+        unnamed, tiny_llama, env["VLLM_EXT_POLICY"], env={"TEST_SALT_SECRET": env["TEST_SALT_SECRET"]}
+    )
+
+
+def unnamed(model: str, policy: str) -> str:
+    os.environ.pop("VLLM_PLUGINS", None)
+    os.environ["VLLM_EXT_POLICY"] = policy
+    return configured(model)

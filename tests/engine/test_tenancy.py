@@ -85,7 +85,7 @@ def stolen_stamp(model: str) -> dict[str, Any]:
         "nested junk": engine.reused(None, salt=salt, **{"vllm_ext.stamp": {"a": ["b"]}}),
         "says isolate": engine.reused(None, salt=salt, **{"vllm_ext.stamp": "isolate"}),
     }
-    return {**result, "failures": dict(engine.scheduler.vllm_ext.tenancy.stamp_failures)}
+    return {**result, "failures": dict(engine.scheduler.vllm_ext.tenancy.ruler.stamp_failures)}
 
 
 def test_a_stolen_stamp_is_worth_nothing_on_another_request(tiny_llama: str, tmp_path: Path):
@@ -372,7 +372,7 @@ def image_keys(model: str) -> dict[str, Any]:
     from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
     engine = Engine(model)
-    extension = engine.scheduler.vllm_ext
+    extension = engine.scheduler.vllm_ext.tenancy
     enforce, found = extension._enforce, []
 
     def with_image(request: Any) -> Any:
@@ -387,7 +387,7 @@ def image_keys(model: str) -> dict[str, Any]:
     extension._enforce = with_image
     for tenant in ("acme", "acme", "globex"):
         engine.reused(tenant)
-    return {"identifiers": found, "shared": extension.tenancy.decisions["shared_prefix", "known"]}
+    return {"identifiers": found, "shared": extension.ruler.decisions["shared_prefix", "known"]}
 
 
 def test_encoder_cache_keys_carry_the_domain(tiny_llama: str, tmp_path: Path):
@@ -425,13 +425,14 @@ def reload_in_place(model: str, policy: str) -> dict[str, Any]:
         {"name": "p", "domains": "all", "messages": [{"role": "system", "content": "x"}]}
     ]
     extension = engine.scheduler.vllm_ext
-    build, extension._build = (
-        extension._build,
+    tenancy = extension.tenancy
+    build, tenancy._build = (
+        tenancy._build,
         lambda snapshot: (_ for _ in ()).throw(ValueError("the template refuses")),
     )
     path.write_text(json.dumps(bad))
     refused = extension.store.reload()
-    extension._build = build
+    tenancy._build = build
     result["engine cannot build"] = [refused.outcome, "the template refuses" in refused.message]
     result["kept once more"] = engine.reused("acme")
     return result

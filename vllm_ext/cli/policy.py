@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
 
-from vllm_ext.cli.render import print_error, print_rows
+from vllm_ext.cache.wishes import parse_wish
+from vllm_ext.cli.prompt import PromptError
+from vllm_ext.cli.prompt_classes import explain_prompt, read_shape
+from vllm_ext.cli.render import print_classes, print_error, print_rows
 from vllm_ext.policy import (
     PolicyError,
     PolicySnapshot,
@@ -40,13 +44,17 @@ def check(
     files: Annotated[list[Path], typer.Argument(help="Policy files.", show_default=False)],
     no_secrets: NoSecrets = False,
 ) -> None:
-    """Check policy files; list all errors at once."""
+    """Check policy files; list all errors at once.
+
+    The digest is the one that GET /vllm_ext/v1/policy shows of a running server.
+    """
     sound = True
     for file in files:
         snapshot = _load(file, no_secrets)
         sound = sound and snapshot is not None
         if snapshot is not None:
-            typer.echo(f"{file}: ok ({_summary(snapshot)})")
+            summary = f"{_summary(snapshot)}{_retention_summary(snapshot)}"
+            typer.echo(f"{file}: ok ({summary}), digest {snapshot.digest}")
     if not sound:
         raise typer.Exit(2)
 
@@ -61,9 +69,31 @@ def explain(
         str | None,
         typer.Option(metavar="VAR", help="Environment variable with an API key to identify; never printed."),
     ] = None,
+    prompt_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Show the retention classes of this prompt: plain text, or JSON with chat messages.",
+        ),
+    ] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="The model's folder, to count the prompt's tokens.")
+    ] = None,
+    tokens: Annotated[
+        int | None,
+        typer.Option(min=0, metavar="N", help="Without a tokenizer: take the prompt to have N tokens."),
+    ] = None,
+    model: Annotated[str, typer.Option(help="The model's served name, for rules that ask.")] = "",
+    adapter: Annotated[str | None, typer.Option(help="The LoRA adapter, for rules that ask.")] = None,
+    wish: Annotated[
+        str | None, typer.Option(metavar="JSON", help="What the client asks for, as in vllm_xargs.")
+    ] = None,
+    block_size: Annotated[int, typer.Option(min=1, help="vLLM's --block-size, for shared prefixes.")] = 16,
     no_secrets: NoSecrets = False,
 ) -> None:
-    """What a tenant gets, and which line says so."""
+    """What a tenant gets, and which line says so; with a prompt, also how each part of it is kept."""
+    if (prompt_file is not None) and (tokenizer is None) == (tokens is None):
+        _fail("to count the prompt's tokens give either --tokenizer DIR (the model's folder) or --tokens N")
     if tenant is None and api_key_env is None:
         _fail("name a tenant with --tenant, or an environment variable that holds its key with --api-key-env")
     digest = _key_digest_from_env(api_key_env) if api_key_env is not None else None
@@ -74,6 +104,24 @@ def explain(
         snapshot, tenant, key_source=f"${api_key_env}" if digest else None, key_digest=digest
     )
     print_rows(rows, str(file), Console())
+    if prompt_file is None:
+        return
+    if tenant is None and digest is not None:
+        tenant = snapshot.key_digests.get(digest)
+    asked, reasons = parse_wish(wish)
+    try:
+        shape = read_shape(snapshot, tenant, prompt_file, tokenizer, tokens, block_size)
+    except PromptError as error:
+        _fail(str(error))
+    except OSError as error:
+        _fail(f"cannot read {prompt_file}: {error.strerror}")
+    shape = replace(shape, model=model, adapter=adapter, wish=asked)
+    if snapshot.policy.retention is None:
+        typer.echo("the policy has no `retention`: every block has one priority, in vLLM's own order")
+    class_rows, more = explain_prompt(snapshot, shape)
+    print_classes(class_rows, str(file), Console())
+    for reason in dict.fromkeys([*reasons, *more]):
+        typer.echo(f"the client's wish is not followed as asked: {reason}")
 
 
 @app.command()
@@ -128,6 +176,14 @@ def _summary(snapshot: PolicySnapshot) -> str:
     plurals = {"shared prefix": "shared prefixes"}
     words = [f"{count} {noun if count == 1 else plurals.get(noun, noun + 's')}" for count, noun in counts]
     return ", ".join([*words, f"unknown: {tenancy.unknown}"])
+
+
+def _retention_summary(snapshot: PolicySnapshot) -> str:
+    retention = snapshot.policy.retention
+    if retention is None:
+        return ""
+    count = len(retention.rules)
+    return f"; retention: {retention.order}, {count} rule{'s' if count != 1 else ''}"
 
 
 def _key_digest_from_env(variable: str) -> bytes:

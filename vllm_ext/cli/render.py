@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from vllm_ext.cli.prompt_classes import ClassRow
 from vllm_ext.policy import ExplainRow, PolicyError
 
 
@@ -38,6 +39,29 @@ def print_rows(rows: Sequence[ExplainRow], source: str, console: Console) -> Non
     table.add_column("line", justify="right")
     for row in rows:
         table.add_row(Text(row.setting), Text(row.value), str(row.position.line) if row.position else "–")
+    console.print(table)
+
+
+def print_classes(rows: Sequence[ClassRow], source: str, console: Console) -> None:
+    """The retention classes of a prompt: a table on a terminal, lines with ``[file:line]`` elsewhere."""
+    if not console.is_terminal:
+        for row in rows:
+            place = f"{source}:{row.position.line}" if row.position else "default"
+            text = (
+                f"tokens {row.tokens} ({row.part}): class {row.class_name}, priority {row.priority} {row.ttl}"
+            )
+            _print(console, Text(f"{text} [{place}]"))
+        return
+    table = Table(title=Text("retention of the prompt"), title_justify="left")
+    table.add_column("tokens", style="cyan")
+    for name in ("part", "class"):
+        table.add_column(name, overflow="fold")
+    table.add_column("priority", justify="right")
+    table.add_column("how long")
+    table.add_column("line", justify="right")
+    for row in rows:
+        place = str(row.position.line) if row.position else "–"
+        table.add_row(row.tokens, Text(row.part), Text(row.class_name), row.priority, row.ttl, place)
     console.print(table)
 
 

@@ -7,10 +7,21 @@ keeps the current one, ``explain`` tells what it means for a tenant.
 
 from __future__ import annotations
 
-from vllm_ext.policy.explain import ExplainRow, explain_tenant
+from vllm_ext.policy.explain import explain_tenant
 from vllm_ext.policy.loading import default_snapshot, load_policy, parse_policy
 from vllm_ext.policy.problems import PolicyError, PolicyProblem, Position
 from vllm_ext.policy.references import Reference, key_digest
+from vllm_ext.policy.retention import (
+    ClientWishes,
+    RetentionClass,
+    RetentionDefault,
+    RetentionPolicy,
+    RetentionRule,
+    TenantShare,
+    TenantWishes,
+    WishBounds,
+)
+from vllm_ext.policy.rows import ExplainRow
 from vllm_ext.policy.schema import (
     AdminPolicy,
     GatewayPolicy,
@@ -27,6 +38,7 @@ from vllm_ext.policy.store import PolicyStore, ReloadResult
 
 __all__ = [
     "AdminPolicy",
+    "ClientWishes",
     "ExplainRow",
     "GatewayPolicy",
     "Message",
@@ -39,9 +51,16 @@ __all__ = [
     "Position",
     "Reference",
     "ReloadResult",
+    "RetentionClass",
+    "RetentionDefault",
+    "RetentionPolicy",
+    "RetentionRule",
     "SharedPrefixPolicy",
     "TenancyPolicy",
     "TenantPolicy",
+    "TenantShare",
+    "TenantWishes",
+    "WishBounds",
     "default_snapshot",
     "explain_tenant",
     "key_digest",

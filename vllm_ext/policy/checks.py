@@ -7,6 +7,7 @@ reports these problems together with the schema's.
 from __future__ import annotations
 
 import hashlib
+import hmac
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path as FilePath
@@ -16,11 +17,13 @@ from vllm_ext.policy.problems import Path, PolicyProblem
 from vllm_ext.policy.references import (
     Reference,
     ReferenceProblem,
+    key_digest,
     parse_key_reference,
     parse_secret_reference,
     resolve_key,
     resolve_secret,
 )
+from vllm_ext.policy.retention_checks import check_retention
 from vllm_ext.policy.translate import at, nearest
 from vllm_ext.policy.yaml_source import YamlDocument, find
 
@@ -72,9 +75,11 @@ def check(
             except ReferenceProblem as error:
                 findings.problems.append(at(document, path, error.message, error.hint))
     _duplicate_keys(document, findings)
+    _one_value_for_two(document, findings)
     _prefix_names(document, findings)
     _prefix_domains(document, findings)
     _prefix_texts(document, findings, base_dir)
+    findings.problems += check_retention(document)
     return findings
 
 
@@ -94,6 +99,29 @@ def _duplicate_keys(document: YamlDocument, findings: Findings) -> None:
         findings.problems.append(at(document, path, f"the same key as line {place.line}'s, of {owner}", hint))
 
 
+def _one_value_for_two(document: YamlDocument, findings: Findings) -> None:
+    """A secret must not be known to whoever holds another secret, or a key."""
+    salt, gateway = ("tenancy", "salt_secret"), ("tenancy", "gateway", "secret")
+    remedy = "give each a value of its own: openssl rand -hex 32"
+    written = {path: value for pattern in _SECRETS for path, value in find(document.value, pattern)}
+    values = findings.secrets
+    # Without the values (`resolve_secrets=False`), one reference in both places says as much.
+    if gateway in written and (
+        written[gateway] == written.get(salt)
+        if gateway not in values or salt not in values
+        else hmac.compare_digest(values[gateway], values[salt])
+    ):
+        line = document.nearest_position(salt).line
+        message = f"the same value as line {line}'s salt_secret: the gateway would hold the key that signs stamps"
+        findings.problems.append(at(document, gateway, message, remedy))
+    digests = {key_digest(value): path for path, value in values.items()}
+    for path, digest in findings.keys.items():
+        if (secret := digests.get(digest)) is not None:
+            line = document.nearest_position(secret).line
+            message = f"the same value as line {line}'s {secret[-1]}: whoever holds this key would hold the secret"
+            findings.problems.append(at(document, path, message, remedy))
+
+
 def _prefix_names(document: YamlDocument, findings: Findings) -> None:
     first: dict[str, Path] = {}
     for path, name in find(document.value, (*_PREFIX, "name")):
@@ -105,15 +133,19 @@ def _prefix_names(document: YamlDocument, findings: Findings) -> None:
 
 
 def _prefix_domains(document: YamlDocument, findings: Findings) -> None:
-    declared = set()
+    domain_of: dict[str, str] = {}
     for path, tenant in find(document.value, ("tenancy", "tenants", None)):
         domain = tenant.get("domain") if isinstance(tenant, Mapping) else None
-        declared.add(domain if isinstance(domain, str) else str(path[-1]))
+        domain_of[str(path[-1])] = domain if isinstance(domain, str) else str(path[-1])
+    declared = set(domain_of.values())
     seen: set[tuple[Path, str]] = set()
     for path, domain in find(document.value, (*_PREFIX, "domains", None)):
         if not isinstance(domain, str):
             continue
-        if domain not in declared:
+        if domain not in declared and domain in domain_of:
+            message = f"`{domain}` is a tenant; its trust domain is `{domain_of[domain]}`"
+            findings.problems.append(at(document, path, f"{message}: write `{domain_of[domain]}`"))
+        elif domain not in declared:
             hint = nearest(domain, declared) or "declare a tenant of that domain, or write `domains: all`"
             findings.problems.append(
                 at(document, path, f"no tenant belongs to a trust domain `{domain}`", hint)

@@ -22,10 +22,13 @@ _WORD = re.compile(r"[^\s:,\[\]{}\"'?-]+(?:-[^\s:,\[\]{}\"']+)*|#.*")
 _PUBLIC_FIELDS = {
     "version", "unknown", "domain", "domains", "replay_window", "max_body", "unlisted_tenants", "name",
     "role", "max_tenant_labels", "model_id", "file",
+    "order", "class", "priority", "ttl", "decoded_priority", "decoded_ttl", "min_share", "max_share",
+    "max_priority", "max_ttl", "allow",
 }  # fmt: skip
 _WORDS = VOCABULARY | {
     "reject", "isolate", "public", "own_domain", "all", "true", "false", "yes", "no", "on", "off", "null",
-    "system", "user", "assistant", "developer", "env", "file", "sha256", "0", "1",
+    "system", "history", "tail", "decoded", "user", "assistant", "developer", "lru", "reuse", "never",
+    "clamped", "default", "any", "env", "file", "sha256", "0", "1",
 }  # fmt: skip
 
 

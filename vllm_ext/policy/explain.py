@@ -7,11 +7,13 @@ Rendering is the command line's business. A later part of the policy adds its ro
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
-from vllm_ext.policy.problems import Path, Position, format_path
+from vllm_ext.policy.fields import is_valid_name
+from vllm_ext.policy.problems import Path, format_path
 from vllm_ext.policy.references import Reference
-from vllm_ext.policy.schema import TenancyPolicy, is_valid_name
+from vllm_ext.policy.retention_explain import retention_rows
+from vllm_ext.policy.rows import ExplainRow, Subject
+from vllm_ext.policy.schema import TenancyPolicy
 from vllm_ext.policy.snapshot import PolicySnapshot
 from vllm_ext.policy.translate import nearest
 
@@ -20,26 +22,9 @@ UNKNOWN_RULES = {
     "isolate": "served, but shares cached prefixes with no other request",
     "public": "served, and shares cached prefixes with all other unknown requests",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class ExplainRow:
-    """One thing that a tenant gets. ``position`` is None for a default that the file does not mention."""
-
-    setting: str
-    value: str
-    position: Position | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Subject:
-    """Whom to explain. ``tenant`` is None for a request whose key nobody has."""
-
-    tenant: str | None
-    key_source: str | None = None
-    """Where an API key that was tried came from, as in ``$MY_KEY``."""
-    key_digest: bytes | None = None
-    """That key's SHA-256."""
+NAME_PARTS = "model, revision, tokenizer, tokenizer revision"
+"""The parts of the model identity that ``tenancy.model_id`` stands for."""
+OTHER_PARTS = "dtype, KV dtype, quantisation, LoRA set-up, vLLM version"
 
 
 def explain_tenant(
@@ -146,11 +131,19 @@ def _server(snapshot: PolicySnapshot, subject: Subject) -> Iterator[ExplainRow]:
             else f"{tenancy.salt_secret}, not looked up"
         )
     yield ExplainRow("salt secret", secret, snapshot.position(("tenancy", "salt_secret")))
-    model = tenancy.model_id or "the model's name, revision and tokenizer"
+    name = NAME_PARTS
+    if tenancy.model_id is not None:
+        name = f"{tenancy.model_id} (stands for {NAME_PARTS})"
+    model = f"{name}, {OTHER_PARTS}"
     yield ExplainRow("model identity in salts", model, snapshot.position(("tenancy", "model_id")))
 
 
-SECTIONS: list[Callable[[PolicySnapshot, Subject], Iterator[ExplainRow]]] = [_who, _sharing, _server]
+SECTIONS: list[Callable[[PolicySnapshot, Subject], Iterator[ExplainRow]]] = [
+    _who,
+    _sharing,
+    _server,
+    retention_rows,
+]
 
 
 def _key_row(snapshot: PolicySnapshot, subject: Subject) -> ExplainRow:

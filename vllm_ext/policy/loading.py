@@ -44,7 +44,7 @@ def read_policy_text(file: FilePath) -> str:
             data = stream.read(MAX_TEXT_BYTES + 1)
     except FileNotFoundError:
         raise _whole_file(
-            file, "there is no such file", "check the path given to --policy or VLLM_EXT_POLICY"
+            file, "there is no such file", "check the path; a relative one starts at the current folder"
         ) from None
     except IsADirectoryError:
         raise _whole_file(file, "this is a folder", "name the policy file in it") from None

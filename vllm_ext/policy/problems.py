@@ -13,7 +13,13 @@ Path = tuple[str | int, ...]
 
 _SECRET_NAME = re.compile(r"(^|[_-])keys?$|apikey|secret|passw|(^|[_-])token$", re.IGNORECASE)
 _FIELD = re.compile(r"[a-z][a-z_-]{0,23}")
-_TENANTS: Path = ("tenancy", "tenants")
+_NAMES: tuple[Path, ...] = (
+    ("tenancy", "tenants"),
+    ("retention", "classes"),
+    ("retention", "tenants"),
+    ("retention", "client_wishes", "tenants"),
+)
+"""Mappings whose keys are names that somebody chose."""
 
 
 class Position(NamedTuple):
@@ -86,13 +92,13 @@ def format_path(path: Path) -> str:
 
 
 def is_safe_name(path: Path) -> bool:
-    """Whether the last key of ``path`` may be repeated: a tenant's name, or something that looks like a
-    field.
+    """Whether the last key of ``path`` may be repeated: a name of a tenant or class, or something that looks
+    like a field.
 
     A secret in clear can end up as a key: ``{secret: abc,def}`` is two.
     """
     name = str(path[-1])
-    return not is_secret_path(path[:-1]) and (path[:-1] == _TENANTS or _FIELD.fullmatch(name) is not None)
+    return not is_secret_path(path[:-1]) and (path[:-1] in _NAMES or _FIELD.fullmatch(name) is not None)
 
 
 def is_secret_path(path: Path) -> bool:
@@ -103,6 +109,6 @@ def is_secret_path(path: Path) -> bool:
 def _secret_depth(path: Path) -> int | None:
     """The first part that announces a secret, also misspelt (``api_key``); a tenant may have any name."""
     for depth, part in enumerate(path):
-        if isinstance(part, str) and path[:depth] != _TENANTS and _SECRET_NAME.search(part):
+        if isinstance(part, str) and path[:depth] not in _NAMES and _SECRET_NAME.search(part):
             return depth
     return None

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 MIN_SECRET_BYTES = 16
+MIN_KEY_CHARACTERS = 16
 MAX_SECRET_BYTES = 64 * 1024
 KEY_PATTERN = r"^(sha256:[0-9a-fA-F]{64}|env:[A-Za-z_][A-Za-z0-9_]*|file:.+)$"
 SECRET_PATTERN = r"^(env:[A-Za-z_][A-Za-z0-9_]*|file:.+)$"
@@ -151,10 +152,20 @@ def resolve_secret(reference: Reference, base_dir: Path, environ: Mapping[str, s
 
 
 def resolve_key(reference: Reference, base_dir: Path, environ: Mapping[str, str]) -> bytes:
-    """The key's digest (32 bytes). Raises ReferenceProblem."""
+    """The key's digest (32 bytes). Raises ReferenceProblem.
+
+    A key that can be seen must be long enough; of one that is given by its digest nobody can tell.
+    """
     if reference.kind == "sha256":
         return bytes.fromhex(reference.value)
-    return key_digest(checked_key(_read(reference, base_dir, environ), str(reference)))
+    key = checked_key(_read(reference, base_dir, environ), str(reference))
+    length = len(key.decode("utf-8", "replace"))
+    if length < MIN_KEY_CHARACTERS:
+        raise ReferenceProblem(
+            f"the API key in {reference} has {length} characters, at least {MIN_KEY_CHARACTERS} are needed",
+            "make one with: openssl rand -hex 32",
+        )
+    return key_digest(key)
 
 
 def checked_key(key: bytes, source: str) -> bytes:

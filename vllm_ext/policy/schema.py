@@ -7,90 +7,25 @@ files and variables, and what one field asks of another are the business of ``ch
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PlainSerializer,
-    PlainValidator,
-    WithJsonSchema,
-    model_validator,
+from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
+
+from vllm_ext.policy.fields import (
+    NAME_PATTERN,
+    RESERVED_NAMES,
+    Duration,
+    KeyRef,
+    Name,
+    SecretRef,
+    Section,
+    Size,
+    Text,
+    problem,
+    whole_section,
+    without_null,
 )
-from pydantic_core import PydanticCustomError
-
-from vllm_ext.policy.references import (
-    KEY_PATTERN,
-    SECRET_PATTERN,
-    Reference,
-    ReferenceProblem,
-    parse_key_reference,
-    parse_secret_reference,
-)
-from vllm_ext.policy.units import DURATION_PATTERN, SIZE_PATTERN, parse_duration, parse_size
-
-NAME_PATTERN = r"^[A-Za-z0-9._:-]{1,128}$"
-RESERVED_NAMES = frozenset({"all", "isolated", "other", "public", "unknown"})
-"""Words with a meaning of their own in policies and metrics; nothing that a policy lists bears one."""
-
-MAX_REPLAY_WINDOW = 3600.0
-_NAME = re.compile(NAME_PATTERN.strip("^$"))
-
-
-def problem(message: str, hint: str = "") -> PydanticCustomError:
-    """A validation error with a hint, taken apart again by ``translate``."""
-    return PydanticCustomError("policy", "{message}", {"message": message, "hint": hint})
-
-
-def is_valid_name(name: str) -> bool:
-    """Whether a tenant or trust domain can be called so at all."""
-    return _NAME.fullmatch(name) is not None
-
-
-def _name(value: str) -> str:
-    if _NAME.fullmatch(value) is None:
-        raise problem("not a name", "1 to 128 letters, digits and . _ : - are allowed")
-    if value in RESERVED_NAMES:
-        raise problem(f"`{value}` has a meaning of its own and cannot be a name", "choose another")
-    return value
-
-
-def _reference(parse: Callable[[object], Reference]) -> Callable[[object], Reference]:
-    def validate(value: object) -> Reference:
-        try:
-            return parse(value)
-        except ReferenceProblem as error:
-            raise problem(error.message, error.hint) from None
-
-    return validate
-
-
-def _quantity(parse: Callable[[object], float]) -> Callable[[object], float]:
-    def validate(value: object) -> float:
-        try:
-            return parse(value)
-        except ValueError as error:
-            message, _, hint = str(error).partition("; ")
-            raise problem(message, hint) from None
-
-    return validate
-
-
-def _replay_window(value: float) -> float:
-    if not 0 < value <= MAX_REPLAY_WINDOW:
-        raise problem("out of range", "more than 0, at most 1h")
-    return value
-
-
-def _not_blank(value: str) -> str:
-    if not value.strip():
-        raise problem("the text is empty", "write the text, or remove the field")
-    return value
+from vllm_ext.policy.retention import RetentionPolicy, retention_json_schema
 
 
 def _version(value: object) -> object:
@@ -105,65 +40,10 @@ def _domains(value: object) -> object:
     return value
 
 
-def _whole_section(value: object) -> object:
-    if value is None:
-        raise problem("the section is empty", "write `{}` after it for the defaults, or remove the line")
-    return value
-
-
-def _without_null(schema: dict[str, Any]) -> None:
-    """Absent is allowed, an empty section is not: say so to editors."""
-    for choice in schema.pop("anyOf", []):
-        if choice.get("type") != "null":
-            schema.update(choice)
-    schema.pop("default", None)
-
-
-Name = Annotated[str, AfterValidator(_name), WithJsonSchema({"type": "string", "pattern": NAME_PATTERN})]
-KeyRef = Annotated[
-    Reference,
-    PlainValidator(_reference(parse_key_reference)),
-    PlainSerializer(str),
-    WithJsonSchema({"type": "string", "pattern": KEY_PATTERN}),
-]
-SecretRef = Annotated[
-    Reference,
-    PlainValidator(_reference(parse_secret_reference)),
-    PlainSerializer(str),
-    WithJsonSchema({"type": "string", "pattern": SECRET_PATTERN}),
-]
-Duration = Annotated[
-    float,
-    BeforeValidator(_quantity(parse_duration)),
-    AfterValidator(_replay_window),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_REPLAY_WINDOW},
-                {"type": "string", "pattern": DURATION_PATTERN},
-            ]
-        }
-    ),
-]
-Size = Annotated[
-    int,
-    BeforeValidator(_quantity(parse_size)),
-    Field(gt=0),
-    WithJsonSchema(
-        {"anyOf": [{"type": "integer", "minimum": 1}, {"type": "string", "pattern": SIZE_PATTERN}]}
-    ),
-]
-Text = Annotated[str, AfterValidator(_not_blank), WithJsonSchema({"type": "string", "minLength": 1})]
 Version = Annotated[Literal[1], BeforeValidator(_version)]
 
 
-class _Model(BaseModel):
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, hide_input_in_errors=True, use_attribute_docstrings=True
-    )
-
-
-class TenantPolicy(_Model):
+class TenantPolicy(Section):
     """One tenant: how it is recognised and whom it shares with."""
 
     domain: Name | None = None
@@ -175,7 +55,7 @@ class TenantPolicy(_Model):
     file:PATH."""
 
 
-class GatewayPolicy(_Model):
+class GatewayPolicy(Section):
     """A trusted gateway that authenticates users itself and signs the tenant's name into a header."""
 
     secret: SecretRef
@@ -191,7 +71,7 @@ class GatewayPolicy(_Model):
     """A signed tenant that `tenants` does not list: a domain of its own, or the rule for the unknown."""
 
 
-class Message(_Model):
+class Message(Section):
     """One chat message of a shared prefix."""
 
     role: Literal["system", "developer", "user", "assistant"]
@@ -205,7 +85,7 @@ def _one_form_schema(schema: dict[str, Any]) -> None:
     schema["oneOf"] = [{"required": [form]} for form in ("text", "file", "messages")]
 
 
-class SharedPrefixPolicy(_Model):
+class SharedPrefixPolicy(Section):
     """A prompt that holds nothing private: its cached blocks are shared among several trust domains."""
 
     model_config = ConfigDict(json_schema_extra=_one_form_schema)
@@ -228,13 +108,13 @@ class SharedPrefixPolicy(_Model):
     """The trust domains that share it, or `all`: every known tenant's domain, never public or isolated
     requests."""
 
-    text: Annotated[Text | None, Field(json_schema_extra=_without_null)] = None
+    text: Annotated[Text | None, Field(json_schema_extra=without_null)] = None
     """The prompt's beginning as plain text (for completions)."""
 
-    file: Annotated[Text | None, Field(json_schema_extra=_without_null)] = None
+    file: Annotated[Text | None, Field(json_schema_extra=without_null)] = None
     """A UTF-8 file with that text; a relative path starts at this file's folder."""
 
-    messages: Annotated[tuple[Message, ...] | None, Field(json_schema_extra=_without_null)] = None
+    messages: Annotated[tuple[Message, ...] | None, Field(json_schema_extra=without_null)] = None
     """The first messages of a chat; the model's chat template is applied."""
 
     @model_validator(mode="after")
@@ -248,7 +128,7 @@ class SharedPrefixPolicy(_Model):
         return self
 
 
-class TenancyPolicy(_Model):
+class TenancyPolicy(Section):
     """Who is asking, and who may reuse whose cached prefixes."""
 
     salt_secret: SecretRef | None = None
@@ -263,7 +143,7 @@ class TenancyPolicy(_Model):
     """Stands for the model's name, revision and tokenizer in the salts, for replicas that load one model from
     different paths. Needs a restart to change."""
 
-    tenants: dict[Name, TenantPolicy] = {}
+    tenants: dict[Name, TenantPolicy] = Field(default_factory=dict)
     """The known tenants, by name."""
 
     trusted_connectors: tuple[Text, ...] = ()
@@ -271,7 +151,7 @@ class TenancyPolicy(_Model):
     knows need no entry; any other is refused at start, since it might hand KV across trust domains."""
 
     gateway: Annotated[
-        GatewayPolicy | None, BeforeValidator(_whole_section), Field(json_schema_extra=_without_null)
+        GatewayPolicy | None, BeforeValidator(whole_section), Field(json_schema_extra=without_null)
     ] = None
     """Trust tenants named in a header that a gateway has signed."""
 
@@ -279,30 +159,35 @@ class TenancyPolicy(_Model):
     """Prompts that hold nothing private and are shared across trust domains."""
 
 
-class AdminPolicy(_Model):
+class AdminPolicy(Section):
     """Who may look at the policy and reload it over HTTP."""
 
     api_keys: tuple[KeyRef, ...] = ()
     """Keys for /vllm_ext/v1/policy; without any, those routes answer 403. Not the key of a tenant."""
 
 
-class MetricsPolicy(_Model):
+class MetricsPolicy(Section):
     """Prometheus metrics."""
 
     max_tenant_labels: Annotated[int, Field(ge=1, le=100_000)] = 100
     """How many tenants get a label value of their own; the others are counted together as `other`."""
 
 
-class Policy(_Model):
+class Policy(Section):
     """Policy for the vllm_ext plugin of vLLM."""
 
     version: Version
     """The version of this format. Always 1."""
 
     tenancy: Annotated[
-        TenancyPolicy | None, BeforeValidator(_whole_section), Field(json_schema_extra=_without_null)
+        TenancyPolicy | None, BeforeValidator(whole_section), Field(json_schema_extra=without_null)
     ] = None
     """Tenants, trust domains and what they share. Without this section vLLM's cache is shared by all."""
+
+    retention: Annotated[
+        RetentionPolicy | None, BeforeValidator(whole_section), Field(json_schema_extra=without_null)
+    ] = None
+    """Which cached blocks are kept when room is needed. Without this section vLLM's own order."""
 
     admin: AdminPolicy = AdminPolicy()
     """Who may look at the policy and reload it over HTTP."""
@@ -316,6 +201,7 @@ def policy_json_schema() -> dict[str, Any]:
     schema = Policy.model_json_schema()
     tenants = schema["$defs"]["TenancyPolicy"]["properties"]["tenants"]
     tenants["propertyNames"] = {"pattern": NAME_PATTERN, "not": {"enum": sorted(RESERVED_NAMES)}}
+    retention_json_schema(schema["$defs"])
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **_one_line(schema)}
 
 

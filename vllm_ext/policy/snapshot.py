@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path as FilePath
 from typing import Any, NoReturn
 
+from vllm_ext.policy.fields import is_valid_name
 from vllm_ext.policy.problems import Path, Position
-from vllm_ext.policy.schema import Policy, is_valid_name
+from vllm_ext.policy.schema import Policy
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -11,10 +11,11 @@ import logging
 import os
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path as FilePath
 from typing import Any, Literal
 
+from vllm_ext.policy.changes import describe_changes
 from vllm_ext.policy.loading import (
     default_snapshot,
     default_text,
@@ -46,9 +47,10 @@ class PolicyStore:
     """Holds the current snapshot of one policy file; None: the built-in default.
 
     Raises PolicyError at construction. ``on_swap`` is called with (old, new) after each swap, ``on_result``
-    with each ReloadResult; both are lists and may be appended to. Callbacks run in the thread that reloads;
-    one that fails is logged and stops nothing. ``validators`` are called with the new snapshot before a swap:
-    one that raises ValueError refuses it.
+    with each ReloadResult that is news: all that somebody asked for, and of what the watcher finds not the
+    file that is as it was, nor the mistake that was reported already. Both are lists and may be appended to.
+    Callbacks run in the thread that reloads; one that fails is logged and stops nothing. ``validators`` are
+    called with the new snapshot before a swap: one that raises ValueError refuses it.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None, on_swap: OnSwap | None = None) -> None:
@@ -67,9 +69,8 @@ class PolicyStore:
         """Read the file again and swap if it is sound. Never raises."""
         path = self.path
         if path is None:
-            return self._finish(
-                "unchanged", "the built-in default policy is in force; there is no file to reload"
-            )
+            message = "the built-in default policy is in force; there is no file to reload"
+            return self.report(ReloadResult("unchanged", self.current.digest, message))
         return self._change(lambda: load_policy(path))
 
     def read(self) -> str:
@@ -90,7 +91,7 @@ class PolicyStore:
         """Reload whenever the file, or one that it refers to, changes. In a daemon thread, until ``stop``."""
         with self._lock:
             if self.path is not None and self._watcher is None:
-                self._watcher = PolicyWatcher(self.path, self._referenced, self.reload)
+                self._watcher = PolicyWatcher(self.path, self._referenced, self._follow)
                 self._watcher.start()
 
     def stop(self) -> None:
@@ -107,7 +108,13 @@ class PolicyStore:
         base_dir = self.path.parent if self.path else FilePath()
         return parse_policy(text, source=str(self.path or "policy"), base_dir=base_dir)
 
-    def _change(self, load: Callable[[], PolicySnapshot]) -> ReloadResult:
+    def _follow(self) -> None:
+        """The watcher's reload: silent where there is nothing new."""
+        path = self.path
+        assert path is not None, "without a file there is nothing to watch"
+        self._change(lambda: load_policy(path), asked=False)
+
+    def _change(self, load: Callable[[], PolicySnapshot], asked: bool = True) -> ReloadResult:
         with self._lock:
             new, result = self._examine(load)
             if new is not None:
@@ -115,7 +122,7 @@ class PolicyStore:
                 self.generation += 1
                 for callback in tuple(self.on_swap):
                     _call(callback, old, new)
-            return self._finish(result.outcome, result.message)
+            return self._report(result, asked)
 
     def _examine(self, load: Callable[[], PolicySnapshot]) -> tuple[PolicySnapshot | None, ReloadResult]:
         """Load and judge a policy: the snapshot if it may come into force, and the result either way."""
@@ -142,42 +149,45 @@ class PolicyStore:
         except Exception as error:
             logger.debug("a policy validator refused", exc_info=True)
             return verdict("refused", f"{new.source}: {error}")
-        message = f"policy {new.digest[:12]} in force, before it {old.digest[:12]}"
+        message = f"{new.digest[:12]} in force, before it {old.digest[:12]}: {describe_changes(old, new)}"
         return new, ReloadResult("reloaded", new.digest, message)
-
-    def _finish(self, outcome: Outcome, message: str) -> ReloadResult:
-        result = ReloadResult(outcome, self.current.digest, message)
-        return self.report(result)
 
     def report(self, result: ReloadResult) -> ReloadResult:
         """Remember, log and pass on a result; for a ``check`` that ended a reload. Returns it."""
-        outcome, message = result.outcome, result.message
-        if outcome in ("invalid", "refused"):
-            if message != self.last_error:
-                logger.warning("policy not reloaded (%s), the old one stays in force:\n%s", outcome, message)
-            self.last_error = message
-        else:
-            self.last_error = None
-            logger.log(
-                logging.INFO if outcome == "reloaded" else logging.DEBUG, "policy %s: %s", outcome, message
+        with self._lock:
+            return self._report(result, asked=True)
+
+    def _report(self, result: ReloadResult, asked: bool) -> ReloadResult:
+        """``asked``: somebody called for this reload, so that it is told whatever came of it."""
+        before, failed = self.last_error, result.outcome in ("invalid", "refused")
+        if result.outcome == "unchanged" and before is not None:
+            message = f"the policy file is sound again, {result.digest[:12]} in force"
+            result = replace(result, message=message)
+        self.last_error = result.message if failed else None
+        news = result.message != before if failed else result.outcome == "reloaded" or before is not None
+        if not news:
+            logger.debug("policy %s: %s", result.outcome, result.message)
+        elif failed:
+            logger.warning(
+                "policy not reloaded (%s), the old one stays in force:\n%s", result.outcome, result.message
             )
-        for callback in tuple(self.on_result):
-            _call(callback, result)
+        else:
+            logger.info("policy %s: %s", result.outcome, result.message)
+        if news or asked:
+            for callback in tuple(self.on_result):
+                _call(callback, result)
         return result
 
 
 def restart_only_changes(old: PolicySnapshot, new: PolicySnapshot) -> list[str]:
     """What differs and needs a restart, each as ``file:line:column: field: message``."""
+    return [*_tenancy_changes(old, new), *_retention_changes(old, new)]
+
+
+def _tenancy_changes(old: PolicySnapshot, new: PolicySnapshot) -> list[str]:
     before, after = old.policy.tenancy, new.policy.tenancy
     if before is None or after is None:
-        if before is after:
-            return []
-        how = "added" if before is None else "removed"
-        return [
-            _refusal(
-                old, new, ("tenancy",), f"the section was {how}: isolation is switched on or off at start"
-            )
-        ]
+        return _presence(old, new, "tenancy", "isolation is switched on or off at start")
     changes = []
     path: Path = ("tenancy", "salt_secret")
     if before.salt_secret != after.salt_secret:
@@ -189,6 +199,26 @@ def restart_only_changes(old: PolicySnapshot, new: PolicySnapshot) -> list[str]:
     if before.model_id != after.model_id:
         changes.append(_refusal(old, new, ("tenancy", "model_id"), "the model identity changed"))
     return changes
+
+
+def _retention_changes(old: PolicySnapshot, new: PolicySnapshot) -> list[str]:
+    before, after = old.policy.retention, new.policy.retention
+    if before is None or after is None:
+        return _presence(old, new, "retention", "the block pool is made at start")
+    if before.order == after.order:
+        return []
+    message = f"the order changed from {before.order} to {after.order}: the block pool is made at start"
+    return [_refusal(old, new, ("retention", "order"), message)]
+
+
+def _presence(old: PolicySnapshot, new: PolicySnapshot, section: str, why: str) -> list[str]:
+    """What to say when one of the two has a section and the other has not."""
+    before, after = getattr(old.policy, section), getattr(new.policy, section)
+    if (before is None) == (after is None):
+        return []
+    return [
+        _refusal(old, new, (section,), f"the section was {'added' if before is None else 'removed'}: {why}")
+    ]
 
 
 def _refusal(old: PolicySnapshot, new: PolicySnapshot, path: Path, message: str) -> str:

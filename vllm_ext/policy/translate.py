@@ -13,6 +13,9 @@ from vllm_ext.policy.problems import Path, PolicyProblem, format_path, is_secret
 from vllm_ext.policy.schema import Policy
 from vllm_ext.policy.yaml_source import YamlDocument
 
+MAX_HOMES = 2
+"""How many places a hint names for a key that stands in the wrong one."""
+
 _TYPES = {
     "model_type": ("expected a mapping", "indented `name: value` lines, or `{}` for the defaults"),
     "dict_type": ("expected a mapping", "indented `name: value` lines, or `{}` for none"),
@@ -27,8 +30,8 @@ _TYPES = {
 def translate(error: ValidationError, document: YamlDocument) -> Iterator[PolicyProblem]:
     """Every error of one validation, each at its place in the file."""
     for details in error.errors(include_input=False, include_url=False):
-        if details["loc"][-1:] == ("literal['all']",):
-            continue  # one branch of `domains`; the other branch says what is wrong with the list
+        if str(details["loc"][-1:]).startswith('("literal['):
+            continue  # one branch of a word or a list; the other branch says what is wrong with the list
         yield _problem(details, document)
 
 
@@ -108,9 +111,8 @@ def _unknown_key(path: Path, document: YamlDocument) -> PolicyProblem:
 
 
 def _home_hint(name: str) -> str | None:
-    homes = " or ".join(
-        f"`{format_path(home)}`" if home else "the top level" for home in _HOMES.get(name, [])
-    )
+    nearest_first = sorted(_HOMES.get(name, []), key=len)[:MAX_HOMES]
+    homes = " or ".join(f"`{format_path(home)}`" if home else "the top level" for home in nearest_first)
     return f"`{name}` belongs under {homes}" if homes else None
 
 
@@ -119,13 +121,14 @@ def fields_at(path: Path) -> list[str]:
     annotation: Any = Policy
     for part in path:
         model = _model(annotation)
-        if model is not None:
-            field = model.model_fields.get(str(part))
-            annotation = field.annotation if field else None
-        else:
-            annotation = _item(annotation)
+        annotation = _item(annotation) if model is None else _fields(model).get(str(part))
     model = _model(annotation)
-    return list(model.model_fields) if model else []
+    return list(_fields(model)) if model else []
+
+
+def _fields(model: type[BaseModel]) -> dict[str, Any]:
+    """Key in the file -> annotation."""
+    return {field.alias or name: field.annotation for name, field in model.model_fields.items()}
 
 
 def _model(annotation: Any) -> type[BaseModel] | None:
@@ -151,9 +154,9 @@ def _homes(annotation: Any, path: Path) -> Iterator[tuple[str, Path]]:
         if (item := _item(annotation)) is not None:
             yield from _homes(item, (*path, "NAME" if getattr(annotation, "__origin__", None) is dict else 0))
         return
-    for name, field in model.model_fields.items():
+    for name, inner in _fields(model).items():
         yield name, path
-        yield from _homes(field.annotation, (*path, name))
+        yield from _homes(inner, (*path, name))
 
 
 _HOMES: dict[str, list[Path]] = {}

@@ -47,14 +47,17 @@ class Credentials:
                 self._values[name] = raw_value.decode("latin-1").strip()
 
     @property
-    def api_key(self) -> str | None:
+    def api_keys(self) -> list[str]:
+        """Every API key presented: the bearer token may be vLLM's own, and the tenant's stand beside it."""
+        found = []
         scheme, _, bearer = self._values.get("authorization", "").partition(" ")
-        if scheme.lower() == "bearer" and bearer.strip():
-            return None if "authorization" in self.repeated else bearer.strip()
-        for name in API_KEY_HEADERS:
-            if self._values.get(name):
-                return None if name in self.repeated else self._values[name]
-        return None
+        if scheme.lower() == "bearer" and bearer.strip() and "authorization" not in self.repeated:
+            found.append(bearer.strip())
+        found += [self._values[name] for name in API_KEY_HEADERS if self._presented(name)]
+        return found
+
+    def _presented(self, name: str) -> bool:
+        return bool(self._values.get(name)) and name not in self.repeated
 
     @property
     def claims_gateway(self) -> bool:
@@ -127,15 +130,15 @@ class Authenticator:
         return self._gateway_policy.max_body if self._gateway_policy else 0
 
     def needs_body(self, credentials: Credentials) -> bool:
-        return self.gateway is not None and credentials.claims_gateway and self.key_owner(credentials) is None
+        return self.gateway is not None and credentials.claims_gateway and not self.key_owners(credentials)
 
-    def key_owner(self, credentials: Credentials) -> str | None:
-        key = credentials.api_key
-        return self._keys.owner(key) if key is not None else None
+    def key_owners(self, credentials: Credentials) -> set[str]:
+        """The tenants whose keys were presented; more than one is no identity."""
+        owners = (self._keys.owner(key) for key in credentials.api_keys)
+        return {owner for owner in owners if owner is not None}
 
     def is_admin(self, credentials: Credentials) -> bool:
-        key = credentials.api_key
-        return key is not None and self._admins.owner(key) is not None
+        return any(self._admins.owner(key) is not None for key in credentials.api_keys)
 
     def identify(
         self, credentials: Credentials, line: RequestLine, body: bytes | None
@@ -145,12 +148,16 @@ class Authenticator:
         Args:
             body: the whole body where `needs_body` asked for it, else None.
         """
-        owner = self.key_owner(credentials)
-        if owner is not None:
-            return self.listed_tenant(owner, IdentifiedBy.API_KEY)
+        owners = self.key_owners(credentials)
+        if len(owners) == 1:
+            return self.listed_tenant(owners.pop(), IdentifiedBy.API_KEY)
+        if owners:
+            return self.unknown(
+                "conflicting_keys", "the request holds API keys of different tenants: send one"
+            )
         if self.gateway is not None and credentials.claims_gateway:
             return self._by_gateway(credentials, line, body if body is not None else b"")
-        if credentials.api_key is not None:
+        if credentials.api_keys:
             return self.unknown("unknown_key", "the API key is not one of this server's")
         return self.unknown("no_credentials", "no API key was given: send `Authorization: Bearer KEY`")
 

@@ -16,6 +16,14 @@ OTHER = "other"
 TOKEN_BUCKETS = (0, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 RATIO_BUCKETS = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 1.0)
 
+REJECTION_REASONS = (
+    "no_credentials", "unknown_key", "conflicting_keys", "unlisted_tenant", "malformed_header",
+    "bad_signature", "outside_window", "replayed", "replay_memory_full", "internal_error",
+)  # fmt: skip
+STAMP_FAILURES = ("missing", "malformed", "bad_mac", "other_version")
+RELOAD_OUTCOMES = ("reloaded", "unchanged", "invalid", "refused")
+PARTS = ("identity", "stamping", "metrics", "engine_salting", "engine_hashing")
+
 
 class LabelCap:
     """Bounds the number of distinct label values: the first `limit` that ask are kept, later ones become
@@ -100,7 +108,7 @@ class TenancyMetrics:
         )
         self._rejections = Counter(
             "vllm_ext_rejected_requests",
-            "Requests answered 401 by the policy's `unknown: reject`.",
+            "Requests answered 401 by the policy's `unknown: reject` (or 500, when our own code failed).",
             ("reason",),
             registry=registry,
         )
@@ -134,6 +142,16 @@ class TenancyMetrics:
             ("part",),
             registry=registry,
         )
+
+        # A series that appears with its first event is missed by `increase()`: these begin at 0.
+        for counter, values in (
+            (self._rejections, REJECTION_REASONS),
+            (self._stamp_failures, STAMP_FAILURES),
+            (self._reloads, RELOAD_OUTCOMES),
+            (self._errors, PARTS),
+        ):
+            for value in values:
+                counter.labels(value)
 
     def request_admitted(self, identity: Identity) -> None:
         self._requests.labels(*self._who(identity), identity.identified_by.value).inc()

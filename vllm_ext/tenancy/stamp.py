@@ -82,6 +82,8 @@ class Stamper:
             mac = bytes.fromhex(mac_hex)
         except ValueError as error:
             raise StampError("malformed") from error
+        if base64.urlsafe_b64encode(payload).decode() != encoded:
+            raise StampError("malformed")  # base64 has several spellings of some bytes; one stamp has one
         if not hmac.compare_digest(mac, self._mac(payload, request_id)):
             raise StampError("bad_mac")
         return _decode(payload)

@@ -38,7 +38,8 @@ def test_check_is_quiet_about_what_is_right() -> None:
     result = run("policy", "check", DEMO, str(POLICIES / "default.yaml"))
     assert result.exit_code == 0
     first, second = result.stdout.splitlines()
-    assert first == f"{DEMO}: ok (2 tenants, 2 trust domains, 1 shared prefix, unknown: isolate)"
+    tenancy = "2 tenants, 2 trust domains, 1 shared prefix, unknown: isolate"
+    assert first == f"{DEMO}: ok ({tenancy}; retention: lru, 1 rule)"
     assert second.endswith("unknown: public)")
 
 

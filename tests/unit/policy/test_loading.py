@@ -163,7 +163,7 @@ metrics: {max_tenant_labels: 0}
         r"p\.yaml:23:13: tenancy\.shared_prefixes\[0\]\.file: cannot read the file: No such file",
         r"p\.yaml:24:13: tenancy\.shared_prefixes\[1\]\.name: line 20 has",
         r"p\.yaml:25:16: tenancy\.shared_prefixes\[1\]\.domains: expected a list",
-        r"p\.yaml:26:1: tenants: unknown key \(`tenants` belongs under `tenancy`\)",
+        r"p\.yaml:26:1: tenants: unknown key \(`tenants` belongs under `tenancy` or `retention`\)",
         r"p\.yaml:27:30: metrics\.max_tenant_labels: must be greater than or equal to 1",
     ]
     for line, pattern in zip(found, expected, strict=True):

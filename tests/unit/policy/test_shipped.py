@@ -75,12 +75,47 @@ def test_schema_is_the_one_we_print() -> None:
         "version: 1\ntenancy: {shared_prefixes: [{name: a, domains: all}]}",
         "version: 1\ntenancy: {shared_prefixes: [{name: a, domains: all, text: x, file: y}]}",
         "version: 1\ntenancy: {shared_prefixes: [{name: a, domains: [], text: x}]}",
+        "version: 1\nretention:",
+        "version: 1\nretention: {order: fifo}",
+        "version: 1\nretention: {default: {priority: 101}}",
+        "version: 1\nretention: {classes: {a: {}}}",
+        "version: 1\nretention: {classes: {a: {decoded_priority: 1, ttl: 1h}}}",
+        "version: 1\nretention: {classes: {a: {priority: 90, ttl: 1d}}}",
+        "version: 1\nretention: {classes: {default: {priority: 90}}}",
+        "version: 1\nretention: {rules: [{role: tail}]}",
+        "version: 1\nretention: {rules: [{class: default, role: head}]}",
+        "version: 1\nretention: {rules: [{class: default, role: decoded, tokens: 0..9}]}",
+        "version: 1\nretention: {rules: [{class: default, tokens: 9}]}",
+        "version: 1\nretention: {rules: [{class: default, tenants: []}]}",
+        "version: 1\nretention: {rules: [{class: default, domains: [all]}]}",
+        "version: 1\nretention: {tenants: {unknown: {}}}",
+        "version: 1\nretention: {tenants: {unknown: {max_share: 60}}}",
+        "version: 1\nretention: {tenants: {public: {max_share: 6%}}}",
+        "version: 1\nretention: {client_wishes: {allow: always}}",
+        "version: 1\nretention: {client_wishes: {tenants: {'*': {allow: never}}}}",
     ],
 )
 def test_schema_and_loader_refuse_alike(text: str) -> None:
     assert not jsonschema.Draft202012Validator(SCHEMA).is_valid(yaml.safe_load(text))
     with pytest.raises(PolicyError):
         parse_policy(text, environ={"A": "0123456789abcdef"})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "version: 1\nretention: {}",
+        "version: 1\nretention: {classes: {a: {priority: 90, ttl: 1h, decoded_priority: 5}}}",
+        "version: 1\nretention: {classes: {a: {decoded_priority: 50, decoded_ttl: 60}}}",
+        "version: 1\nretention: {rules: [{class: default, tenants: [unknown], tokens: -256..}]}",
+        "version: 1\nretention: {rules: [{class: default, role: decoded, domains: [public, isolated]}]}",
+        "version: 1\nretention: {tenants: {unknown: {max_share: 0.5}, '*': {max_share: 12.5%}}}",
+        "version: 1\nretention: {client_wishes: {allow: clamped, tenants: {unknown: {max_ttl: 5m}}}}",
+    ],
+)
+def test_schema_and_loader_accept_alike(text: str) -> None:
+    jsonschema.Draft202012Validator(SCHEMA).validate(yaml.safe_load(text))
+    parse_policy(text)
 
 
 def test_built_in_default_is_the_shipped_one() -> None:
@@ -113,6 +148,12 @@ def test_saas(monkeypatch: pytest.MonkeyPatch) -> None:
     assert snapshot.signed_domain("northwind-outlet") == "northwind-group"
     assert snapshot.signed_domain("a-customer-of-tomorrow") == "a-customer-of-tomorrow"
     assert {prefix.domains for prefix in tenancy.shared_prefixes} == {"all"}
+    retention = snapshot.policy.retention
+    assert retention is not None
+    assert (retention.order, retention.client_wishes.allow) == ("lru", "never")
+    share = retention.share_of("a-customer-of-tomorrow")
+    assert share is not None
+    assert (share.min_share, share.max_share) == (None, 0.4)
 
 
 def test_agents(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,3 +161,7 @@ def test_agents(monkeypatch: pytest.MonkeyPatch) -> None:
     assert snapshot.domain_of("payments-ci") == snapshot.domain_of("payments") == "payments"
     assert snapshot.domain_of("web") == "web"
     assert len(snapshot.key_digests) == 4
+    retention = snapshot.policy.retention
+    assert retention is not None
+    assert (retention.order, retention.client_wishes.allow) == ("reuse", "clamped")
+    assert retention.tenants["infra"].min_share == 0.15

@@ -69,6 +69,19 @@ def test_key_then_gateway_then_the_rule() -> None:
     assert identity(who, Credentials([])).reason == "no_credentials"
 
 
+def test_the_bearer_token_may_be_vllms_own() -> None:
+    both = Credentials([(b"authorization", b"Bearer vllm-own-key"), (b"x-api-key", b"acme-key")])
+    assert identity(authenticator("reject"), both).tenant == "acme"
+    admin = Credentials([(b"authorization", b"Bearer vllm-own-key"), (b"x-api-key", b"admin-key")])
+    assert authenticator().is_admin(admin)
+
+
+def test_keys_of_two_tenants_are_no_identity() -> None:
+    both = Credentials([(b"authorization", b"Bearer acme-key"), (b"x-api-key", b"eu-key")])
+    found = authenticator("reject").identify(both, LINE, b"")
+    assert isinstance(found, Rejection) and found.reason == "conflicting_keys"
+
+
 def test_every_isolated_identity_has_a_domain_of_its_own() -> None:
     who = authenticator()
     assert len({identity(who, Credentials([])).domain for _ in range(100)}) == 100

@@ -1,0 +1,226 @@
+"""A vLLM `Request` -> what retention needs to know of it: share group, protections, why it stopped."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable
+from typing import Any
+
+from vllm_ext.cache.free_blocks import DEFAULT, EVERYBODY_ELSE, Protection, Share
+from vllm_ext.cache.grant import Grant
+from vllm_ext.cache.order import Arrival, Stop
+from vllm_ext.cache.retention import Classifier, RequestShape, Retention
+from vllm_ext.cache.wishes import XARGS_KEY, Wish, parse_wish, wish_from_hints
+from vllm_ext.policy.retention import UNKNOWN, RetentionPolicy
+from vllm_ext.tenancy.identity import UNKNOWN_TENANT, Identity
+from vllm_ext_plugin.block_hashes import SPLIT
+from vllm_ext_plugin.retention.roles import RoleFinder, Roles
+
+VIEW = "_vllm_ext_retention_view"
+SHARED_NAME = "_vllm_ext_shared_name"
+SESSION_END_KEY = "vllm_ext.session_end"
+"""Key in `vllm_xargs` / `extra_args`: anything true says that the session ends with this request."""
+
+MAX_GROUPS = 1024
+"""Share groups made for tenants that only `*` names; later ones go without a share of their own."""
+
+
+class RequestView:
+    """What retention knows of one request while it is in the engine.
+
+    Attributes:
+        group: share group that its new blocks belong to.
+        plain: every block has the default protection.
+        arrival: what the order noted when it came; None before.
+    """
+
+    __slots__ = ("_grants", "_rest", "arrival", "boosted", "group", "num_prompt_blocks", "plain")
+
+    def __init__(self, group: int, grants: list[Grant], rest: Grant, num_prompt_blocks: int) -> None:
+        self.group = group
+        self.num_prompt_blocks = num_prompt_blocks
+        self.arrival: Arrival | None = None
+        self._grants = grants
+        self._rest = rest
+        every = {*grants, rest}
+        self.plain = every == {_PLAIN}
+        self.boosted = any(grant.ttl is not None for grant in every)
+
+    def protection(self, index: int, now: float) -> Protection:
+        """Of the request's block number `index`. A time to live counts from `now`."""
+        if self.plain:
+            return DEFAULT
+        grant = self._grants[index] if index < len(self._grants) else self._rest
+        if grant.ttl is None:
+            return Protection(grant.priority)
+        return Protection(grant.base, grant.priority, now + grant.ttl)
+
+
+_PLAIN = Grant.for_good(DEFAULT.base)
+
+
+class Requests:
+    """Reads requests by the policy in force.
+
+    Args:
+        policy: the `retention` section.
+        block_size: tokens per block.
+        uniform: give all blocks of a request one class (several KV cache groups share the pool).
+        model: the served name.
+        identity_of: who a request belongs to, as the engine believes it.
+        roles: finds system prompt and tail; None where no rule asks for them.
+        tool_tokens: ids that only a tool call holds, to tell why a turn stopped.
+        block_key: (block hash, group 0) -> the key under which the pool caches it.
+    """
+
+    def __init__(
+        self,
+        policy: RetentionPolicy,
+        block_size: int,
+        uniform: bool,
+        model: str,
+        identity_of: Callable[[Any], Identity | None],
+        roles: RoleFinder | None,
+        tool_tokens: frozenset[int],
+        block_key: Callable[[Any], Hashable],
+    ) -> None:
+        self.block_size = block_size
+        self.uniform = uniform
+        self.model = model
+        self.identity_of = identity_of
+        self.roles = roles
+        self.tool_tokens = tool_tokens
+        self.block_key = block_key
+        self.groups: dict[str, int] = {}
+        """Tenant (as the policy spells it) -> share group."""
+        self.names: dict[int, str] = {EVERYBODY_ELSE: "other"}
+        self.wishes: Counter[str] = Counter()
+        """Why clients' wishes were not followed as asked; `followed` counts those that were."""
+        self.use(policy)
+
+    def use(self, policy: RetentionPolicy) -> None:
+        """Take a reloaded policy over. Requests in the engine keep the classes they have."""
+        self.policy = policy
+        self.classifier = Classifier(policy)
+
+    def view(self, request: Any) -> RequestView:
+        """The request's view, made on first sight."""
+        view: RequestView | None = request.__dict__.get(VIEW)
+        if view is None:
+            view = request.__dict__[VIEW] = self._make_view(request)
+        return view
+
+    def missed(self, request: Any, hits: int) -> list[Hashable]:
+        """Keys of the prompt's blocks behind its `hits` cached ones."""
+        if self.uniform:
+            return []
+        stop = request.num_prompt_tokens // self.block_size
+        return [self.block_key(block_hash) for block_hash in request.block_hashes[hits:stop]]
+
+    def departure(self, request: Any, now: float) -> dict[str, Any]:
+        """The facts of a `Departure` that are the request's own; `request` None where vLLM does not say."""
+        if request is None:
+            return {"num_prompt": 1 << 60, "arrival": Arrival(now)}
+        view = self.view(request)
+        session = getattr(request, "session_id", None)
+        # A session id is the client's word: it means something within its own trust domain only.
+        identity = self.identity_of(request)
+        owner = hash((identity.domain if identity else None, session)) or 1 if session else 0
+        return {
+            "num_prompt": view.num_prompt_blocks,
+            "arrival": view.arrival or Arrival(now),
+            "stop": self._stop(request),
+            "owner": owner,
+            "ended": bool(_extra(request).get(SESSION_END_KEY)),
+        }
+
+    def shares(self, num_blocks: int) -> dict[int, Share]:
+        """Each known group's share of the pool, in blocks."""
+        found = {}
+        for name, group in self.groups.items():
+            share = self.policy.share_of(name)
+            if share is not None:
+                maximum = float("inf") if share.max_share is None else share.max_share * num_blocks
+                found[group] = Share(int((share.min_share or 0) * num_blocks), maximum)
+        return found
+
+    def group_of(self, tenant: str) -> int:
+        """The share group of a tenant's label; made on first sight where the policy gives it a share."""
+        name = UNKNOWN if tenant == UNKNOWN_TENANT else tenant
+        group = self.groups.get(name)
+        if group is None:
+            if self.policy.share_of(name) is None:
+                return EVERYBODY_ELSE
+            if name not in self.policy.tenants and len(self.groups) >= MAX_GROUPS:
+                return EVERYBODY_ELSE
+            group = self.groups[name] = len(self.groups) + 1
+            self.names[group] = name
+        return group
+
+    def _make_view(self, request: Any) -> RequestView:
+        identity = self.identity_of(request)
+        tenant = identity.tenant if identity else UNKNOWN_TENANT
+        tokens = request.prompt_token_ids
+        roles = self.roles.find(tokens) if self.roles is not None and tokens else Roles()
+        split = request.__dict__.get(SPLIT)
+        lora = request.lora_request
+        retention = self.classifier.classify(
+            RequestShape(
+                num_prompt_tokens=request.num_prompt_tokens,
+                tenant=tenant,
+                domain=identity.domain.label if identity else "",
+                model=self.model,
+                adapter=lora.lora_name if lora is not None else None,
+                system_end=roles.system_end,
+                tail_start=roles.tail_start,
+                shared_tokens=split.start if split is not None else 0,
+                shared_name=request.__dict__.get(SHARED_NAME),
+                wish=self._wish(request),
+            )
+        )
+        self.wishes.update(retention.wish_reasons)
+        prompt_blocks = request.num_prompt_tokens // self.block_size
+        grants = [] if _is_plain(retention) else retention.per_block(self.block_size, prompt_blocks + 1)
+        rest = retention.decoded.grant
+        if self.uniform and grants:
+            strongest = grants[0]
+            for grant in {*grants, rest}:
+                strongest = strongest.stronger(grant)
+            grants, rest = [], strongest
+        return RequestView(self.group_of(tenant), grants, rest, prompt_blocks)
+
+    def _wish(self, request: Any) -> Wish | None:
+        asked = _extra(request).get(XARGS_KEY)
+        wish, reasons = parse_wish(asked)
+        hints = getattr(request, "kv_hints", None)
+        if wish is None and hints is not None:
+            wish, reasons = wish_from_hints(
+                [(action.action_type, action.action_version, action.payload) for action in hints.actions]
+            )
+        self.wishes.update(reasons)
+        if wish is not None:
+            self.wishes["heard"] += 1
+        return wish
+
+    def _stop(self, request: Any) -> Stop:
+        from vllm.v1.request import RequestStatus
+
+        if request.status == RequestStatus.FINISHED_LENGTH_CAPPED:
+            return Stop.LENGTH
+        if request.status != RequestStatus.FINISHED_STOPPED:
+            return Stop.UNKNOWN
+        if self.tool_tokens and not self.tool_tokens.isdisjoint(request.output_token_ids):
+            return Stop.TOOL_CALL
+        return Stop.END_TURN
+
+
+def _is_plain(retention: Retention) -> bool:
+    return all(part.grant == retention.decoded.grant for part in retention.ranges)
+
+
+def _extra(request: Any) -> dict[str, Any]:
+    params = request.sampling_params or request.pooling_params
+    extra: dict[str, Any] | None = getattr(params, "extra_args", None) or getattr(
+        params, "extra_kwargs", None
+    )
+    return extra or {}

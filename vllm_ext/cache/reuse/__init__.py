@@ -1,0 +1,3 @@
+from vllm_ext.cache.reuse.order import ReuseOrder
+
+__all__ = ["ReuseOrder"]

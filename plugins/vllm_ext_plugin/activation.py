@@ -25,6 +25,9 @@ CHAT_TEMPLATE_ENV = "VLLM_EXT_CHAT_TEMPLATE"
 `--chat-template`.
 """
 
+EPHEMERAL_SECRET_ENV = "VLLM_EXT_EPHEMERAL_SECRET"
+"""A random salt secret that a server's processes inherit, where the policy names none."""
+
 PLUGIN_GROUPS = (
     "vllm.general_plugins",
     "vllm.endpoint_plugins",
@@ -112,7 +115,7 @@ def activate() -> None:
             + "\n".join(f"  {problem}" for problem in problems)
         )
     _declare_environment()
-    _log_like_vllm()
+    log_like_vllm()
     version = seams.installed_version()
     if version is not None and not seams.supported_version(version):
         logger.warning("vLLM %s is not one of the versions vllm_ext is tested with (0.31 to 0.33)", version)
@@ -129,16 +132,24 @@ def activate() -> None:
 
 
 def _declare_environment() -> None:
-    """Tell vLLM's check of `VLLM_*` variables about ours, else `--fail-on-environ-validation` would refuse
+    """Make vLLM's check of `VLLM_*` variables know ours, else `--fail-on-environ-validation` would refuse
     them.
+
+    The check asks for names only. What vLLM reads as a value it may also show (`/server_info`) or put into
+    compile cache keys and their files, and ours may be secrets: so for vLLM none of them has a value.
     """
     from vllm import envs
 
-    for name in (POLICY_ENV, *(name for name in os.environ if name.startswith("VLLM_EXT_"))):
-        envs.environment_variables.setdefault(name, lambda name=name: os.environ.get(name))  # type: ignore[misc]
+    ours = (POLICY_ENV, CHAT_TEMPLATE_ENV, EPHEMERAL_SECRET_ENV)
+    for name in (*ours, *(name for name in os.environ if name.startswith("VLLM_EXT_"))):
+        envs.environment_variables.setdefault(name, _no_value)
 
 
-def _log_like_vllm() -> None:
+def _no_value() -> None:
+    return None
+
+
+def log_like_vllm() -> None:
     """Our loggers write where vLLM's do, in its format, unless the application has set them up itself."""
     theirs, ours = logging.getLogger("vllm"), logging.getLogger("vllm_ext")
     if not ours.handlers and theirs.handlers:
@@ -154,7 +165,7 @@ def _with_our_options(original: Any) -> Any:
             return parser  # this vLLM (or another plugin) has an option of that name: leave it alone
         group = parser.add_argument_group(
             title="vllm_ext",
-            description="Multi-tenant prefix caching, speculation control and latency attribution.",
+            description="Multi-tenant prefix caching and retention.",
         )
         group.add_argument(
             "--plugins",

@@ -11,10 +11,8 @@ from functools import partial
 from typing import Any
 
 from vllm_ext.policy import PolicySnapshot, PolicyStore
-from vllm_ext_plugin.activation import POLICY_ENV
-
-EPHEMERAL_SECRET_ENV = "VLLM_EXT_EPHEMERAL_SECRET"
-"""A random salt secret that this server's processes inherit, where the policy names none."""
+from vllm_ext_plugin.activation import EPHEMERAL_SECRET_ENV, POLICY_ENV, log_like_vllm
+from vllm_ext_plugin.retention import offload_config
 
 SCHEDULER = "vllm_ext_plugin.scheduler.make_scheduler"
 
@@ -44,18 +42,31 @@ class StartRefused(ValueError):
 
 def with_policy(original: Any) -> Any:
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        from vllm_ext_plugin import operations
+        from vllm_ext_plugin.block_trace import trace_problem
+
         config = original(self, *args, **kwargs)
+        log_like_vllm()  # vLLM sets its logging up no earlier than in there
         store = PolicyStore(policy_path())
         policy = store.current.policy
         headless = bool(kwargs.get("headless") or (len(args) > 1 and args[1]))
         problems = start_refusals(config, store.current, headless)
+        if (problem := trace_problem(store.current, store)) is not None:
+            problems.append(problem)
         if problems:
             listed = "\n".join(f"  - {problem}" for problem in problems)
             raise StartRefused(f"vllm_ext refuses to start under this policy:\n{listed}")
-        if policy.tenancy is not None or policy.retention is not None:
+        if policy.is_for_the_engine:
             _install_scheduler(config)
+            operations.install(store)
+        else:
+            operations.uninstall()
+        if policy.retention is not None:
+            offload_config.choose(config)
         if policy.tenancy is not None:
             _install_tenancy(config, store)
+        else:
+            _uninstall_tenancy()
         _tell(config, store)
         return config
 
@@ -95,6 +106,12 @@ def _install_tenancy(config: Any, store: PolicyStore) -> None:
                 "Set it to keep prefix caches shared between replicas and KV tiers valid across restarts."
             )
     front_end.install(config, store)
+
+
+def _uninstall_tenancy() -> None:
+    from vllm_ext_plugin import front_end
+
+    front_end.uninstall()
 
 
 def _tell(config: Any, store: PolicyStore) -> None:
@@ -181,6 +198,17 @@ def _tenancy_refusals(config: Any, snapshot: PolicySnapshot, headless: bool) -> 
     if snapshot.salt_secret is None and (headless or _spans_nodes(config.parallel_config)):
         problems.append(
             "engines on several nodes need the same salt secret: set tenancy.salt_secret in the policy"
+        )
+    if os.environ.get("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "0") not in ("0", ""):
+        problems.append(
+            "with VLLM_DISABLE_REQUEST_ID_RANDOMIZATION clients choose the engine's request ids, and two "
+            "equal ones end it: unset the variable"
+        )
+    multimodal = getattr(config.model_config, "multimodal_config", None)
+    if getattr(multimodal, "mm_processor_cache_gb", 0):
+        problems.append(
+            "the multimodal processor cache is shared by all tenants, and a client may name an entry by an "
+            "id of its choice: set --mm-processor-cache-gb 0"
         )
     if os.environ.get("VLLM_USE_RUST_FRONTEND", "0") not in ("0", ""):
         problems.append("the Rust front end cannot identify tenants: unset VLLM_USE_RUST_FRONTEND")

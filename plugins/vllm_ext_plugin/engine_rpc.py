@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from vllm_ext_plugin.patching import add
@@ -16,21 +18,26 @@ def install() -> None:
     add(EngineCore, METHOD, _call)
 
 
-def _call(self: Any, name: str, argument: str) -> str:
-    """Runs in the engine process, between two steps. Its answer is JSON; an exception becomes `{"error":
-    …}`.
+def _call(self: Any, name: str, argument: str) -> Any:
+    """Runs in the engine process, between two steps. Answers JSON, or a future of it (`{"error": …}` where
+    our code failed).
     """
     extension = getattr(self.scheduler, "vllm_ext", None)
-    try:
-        if extension is None:
-            return json.dumps({"error": "this engine does not run vllm_ext's scheduler"})
-        return json.dumps(_COMMANDS[name](extension, argument))
-    except Exception as error:
-        return json.dumps({"error": f"{type(error).__name__}: {error}"})
+
+    def answer() -> str:
+        try:
+            if extension is None:
+                return json.dumps({"error": "this engine does not run vllm_ext's scheduler"})
+            return json.dumps(_COMMANDS[name](extension, argument))
+        except Exception as error:
+            return json.dumps({"error": f"{type(error).__name__}: {error}"})
+
+    # Reading a long policy takes its time and the engine must not stand still for it: vLLM awaits futures.
+    return _workers.submit(answer) if name in _SLOW else answer()
 
 
-def _totals(extension: Any, _: str) -> Any:
-    return extension.totals()
+def _metrics(extension: Any, _: str) -> Any:
+    return {"totals": extension.totals(), "gauges": extension.gauges()}
 
 
 def _policy(extension: Any, _: str) -> Any:
@@ -43,7 +50,10 @@ def _apply_policy(extension: Any, text: str) -> Any:
     return {"outcome": result.outcome, "digest": result.digest, "message": result.message}
 
 
-_COMMANDS = {"totals": _totals, "policy": _policy, "apply_policy": _apply_policy}
+_COMMANDS = {"metrics": _metrics, "policy": _policy, "apply_policy": _apply_policy}
+
+_SLOW = frozenset({"apply_policy"})
+_workers = ThreadPoolExecutor(max_workers=1, thread_name_prefix="vllm-ext")
 
 
 async def ask_engines(engine_client: Any, name: str, argument: str = "") -> list[Any]:
@@ -56,6 +66,9 @@ async def ask_engines(engine_client: Any, name: str, argument: str = "") -> list
     ask_all = getattr(core, "call_utility_all_async", None)
     if ask_all is not None:
         answers = await ask_all(METHOD, name, argument)
-    else:
-        answers = [await core.call_utility_async(METHOD, name, argument)]
+    else:  # vLLM 0.31: `call_utility_async` asks all engines but returns the first one's answer
+        engines = getattr(core, "core_engines", None) or [core.core_engine]
+        answers = await asyncio.gather(
+            *(core._call_utility_async(METHOD, name, argument, engine=engine) for engine in engines)
+        )
     return [json.loads(answer) for answer in answers]

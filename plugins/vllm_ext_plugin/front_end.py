@@ -8,13 +8,15 @@ import logging
 import threading
 from typing import Any
 
-from vllm_ext.policy import PolicySnapshot, PolicyStore, ReloadResult
+from vllm_ext.labels import LabelCap
+from vllm_ext.policy import PolicySnapshot, PolicyStore
 from vllm_ext.tenancy.authenticator import Authenticator
-from vllm_ext.tenancy.metrics import LabelCap, TenancyMetrics
+from vllm_ext.tenancy.metrics import TenancyMetrics
 from vllm_ext.tenancy.salt import Salter
 from vllm_ext.tenancy.stamp import Stamper
 from vllm_ext_plugin.faults import Faults
 from vllm_ext_plugin.model_identity import model_identity
+from vllm_ext_plugin.operations import server_metrics
 
 logger = logging.getLogger("vllm_ext")
 
@@ -39,7 +41,6 @@ class FrontEnd:
         self.faults = Faults()
         self._watching = False
         store.on_swap.append(self._swapped)
-        store.on_result.append(self._reloaded)
 
     def watch(self) -> None:
         """Follow changes of the policy file. Called once the engine runs: vLLM may fork it, and threads do
@@ -52,23 +53,18 @@ class FrontEnd:
     def failed(self, part: str) -> None:
         """An exception in our own code was caught (call it inside `except`)."""
         self.faults.caught(part)
-        self.metrics.internal_error(part)
+        server_metrics().internal_error(part)
 
     def _swapped(self, old: PolicySnapshot, new: PolicySnapshot) -> None:
+        # The memory of used signatures outlives a reload, or a reload would let each be used once more.
         gateway = self.authenticator.gateway
-        before, after = old.policy.tenancy, new.policy.tenancy
-        same = (
-            before is not None
-            and after is not None
-            and before.gateway == after.gateway
-            and old.gateway_secret == new.gateway_secret
-        )
-        self.authenticator = Authenticator(new, gateway if same else None)
-        self.metrics.policy_loaded(new.loaded_at)
+        section = new.policy.tenancy.gateway if new.policy.tenancy is not None else None
+        if gateway is not None and section is not None and old.gateway_secret == new.gateway_secret:
+            gateway.set_window(section.replay_window)
+        else:
+            gateway = None
+        self.authenticator = Authenticator(new, gateway)
         _keep_labels(self.metrics, new)
-
-    def _reloaded(self, result: ReloadResult) -> None:
-        self.metrics.policy_result(result.outcome)
 
 
 def install(config: Any, store: PolicyStore) -> FrontEnd:
@@ -86,6 +82,13 @@ def install(config: Any, store: PolicyStore) -> FrontEnd:
     return front_end
 
 
+def uninstall() -> None:
+    """The engine that is about to be built has no tenancy."""
+    global _latest
+    with _lock:
+        _latest = None
+
+
 def latest() -> FrontEnd | None:
     """The `FrontEnd` of the newest engine in this process, or None where the policy has no tenancy."""
     return _latest
@@ -98,7 +101,6 @@ def _process_metrics(snapshot: PolicySnapshot) -> TenancyMetrics:
         if _metrics is None:
             limit = snapshot.policy.metrics.max_tenant_labels
             _metrics = TenancyMetrics(LabelCap(limit), LabelCap(limit))
-            _metrics.policy_loaded(snapshot.loaded_at)
     _keep_labels(_metrics, snapshot)
     return _metrics
 

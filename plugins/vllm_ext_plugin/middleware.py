@@ -39,31 +39,35 @@ class BodyTooLong(Exception):
     pass
 
 
+BODY_SECONDS = 60.0
+"""How long a signed body may take to arrive."""
+
+
 class IdentityMiddleware:
     """Args:
     app: the ASGI application inside.
     front_end: this process' tenancy.
-    before_metrics: an async callable awaited before `/metrics` is served (fetches the engine's counters).
     """
 
-    def __init__(self, app: Any, front_end: FrontEnd, before_metrics: Any = None) -> None:
+    def __init__(self, app: Any, front_end: FrontEnd) -> None:
         self.app = app
         self.front_end = front_end
-        self.before_metrics = before_metrics
 
     async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
         if scope["type"] not in ("http", "websocket") or scope.get("method") == "OPTIONS":
             await self.app(scope, receive, send)
             return
-        path = scope["path"].removeprefix(scope.get("root_path", "")) or "/"
-        if path.rstrip("/") == "/metrics" and self.before_metrics is not None:
-            await self.before_metrics()
+        path = _path(scope)
         if path in OPEN_PATHS or path.startswith(ADMIN_PREFIX):
             await self.app(scope, receive, send)
             return
         try:
             outcome, receive = await self._identify(scope, receive)
         except ClientGone:
+            return
+        except TimeoutError:
+            message = f"the signed body took longer than {BODY_SECONDS:.0f} s to arrive"
+            await _refuse(scope, send, 408, "request_timeout", message)
             return
         except BodyTooLong:
             limit = self.front_end.authenticator.max_body
@@ -96,7 +100,7 @@ class IdentityMiddleware:
         credentials = Credentials(scope["headers"])
         body = None
         if scope["type"] == "http" and authenticator.needs_body(credentials):
-            body = await _read_body(receive, authenticator.max_body)
+            body = await asyncio.wait_for(_read_body(receive, authenticator.max_body), BODY_SECONDS)
             receive = _replay(body, receive)
         return authenticator.identify(credentials, _request_line(scope), body), receive
 
@@ -108,6 +112,27 @@ class IdentityMiddleware:
             "internal_error", "the server could not work out who is asking"
         )
         return rule if isinstance(rule, Rejection) else Identity.isolated("internal_error")
+
+
+class MetricsMiddleware:
+    """Args:
+    app: the ASGI application inside.
+    before: an async callable awaited before `/metrics` is served (fetches the engine's numbers).
+    """
+
+    def __init__(self, app: Any, before: Any) -> None:
+        self.app = app
+        self.before = before
+
+    async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
+        if scope["type"] == "http" and _path(scope).rstrip("/") == "/metrics":
+            await self.before()
+        await self.app(scope, receive, send)
+
+
+def _path(scope: Scope) -> str:
+    path: str = scope["path"].removeprefix(scope.get("root_path", "")) or "/"
+    return path
 
 
 def _request_line(scope: Scope) -> RequestLine:
@@ -152,9 +177,12 @@ async def _refuse(scope: Scope, send: Any, status: int, code: str, message: str)
     if scope["type"] == "websocket":
         await send({"type": "websocket.close", "code": 1008, "reason": message[:120]})
         return
-    kind = {401: "authentication_error", 403: "permission_error", 413: "invalid_request_error"}.get(
-        status, "server_error"
-    )
+    kind = {
+        401: "authentication_error",
+        403: "permission_error",
+        408: "invalid_request_error",
+        413: "invalid_request_error",
+    }.get(status, "server_error")
     body = json.dumps({"error": {"message": message, "type": kind, "param": None, "code": code}}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     if status == 401:

@@ -10,10 +10,13 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+from vllm_ext.engine_totals import Report
 from vllm_ext.policy import PolicyStore
 from vllm_ext_plugin import engine_rpc
+from vllm_ext_plugin.block_trace import BlockTrace
 from vllm_ext_plugin.engine_config import policy_path
 from vllm_ext_plugin.faults import Faults
+from vllm_ext_plugin.retention import offload_config
 from vllm_ext_plugin.retention.feature import RetentionFeature
 from vllm_ext_plugin.tenancy_feature import TenancyFeature
 
@@ -26,6 +29,7 @@ def make_scheduler(*, base: str | None = None, **kwargs: Any) -> Any:
             own choice.
     """
     engine_rpc.install()
+    offload_config.register(kwargs["vllm_config"])
     return _extended_class(_base_class(base, kwargs["vllm_config"]))(**kwargs)
 
 
@@ -63,13 +67,29 @@ class ExtensionScheduler:
 
     def add_request(self, request: Any) -> None:
         tenancy = self.vllm_ext.tenancy
-        rejected = tenancy is not None and tenancy.enforce(request).rejected is not None
+        if tenancy is None:
+            super().add_request(request)  # type: ignore[misc]
+            return
+        rejected = tenancy.enforce(request).rejected is not None
+        session = self.requests.get(request.request_id)  # type: ignore[attr-defined]
+        if session is not None and not tenancy.continues(session, request):
+            return  # somebody else's input for a running session
         super().add_request(request)  # type: ignore[misc]
-        if rejected:
+        if rejected and session is None:
             self._reject(request)
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        self.vllm_ext.block_trace.scheduled(self.requests, output)  # type: ignore[attr-defined]
+        return output
+
+    def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        self.vllm_ext.block_trace.finished(request)
+        return super()._free_request(request, *args, **kwargs)  # type: ignore[misc]
 
     def shutdown(self) -> None:
         self.vllm_ext.store.stop()
+        self.vllm_ext.block_trace.close()
         super().shutdown()  # type: ignore[misc]
 
     def _reject(self, request: Any) -> None:
@@ -104,14 +124,22 @@ class EngineExtension:
             self.tenancy = TenancyFeature(config, self.store, hash_block_size, self.faults)
         if policy.retention is not None:
             self.retention = RetentionFeature(scheduler, config, self.store, self.faults)
+        self.block_trace = BlockTrace(config, self.store, hash_block_size, self.faults)
         self.store.start_watching()
 
-    def totals(self) -> dict[str, list[tuple[list[str], float]]]:
-        """Running totals for the front end's Prometheus counters: kind -> (label values, total)."""
-        totals = {
+    def totals(self) -> Report:
+        """Running totals for the front end's Prometheus counters."""
+        totals: Report = {
             "errors": [([f"engine_{part}"], float(count)) for part, count in self.faults.counts.items()]
         }
-        for feature in (self.tenancy, self.retention):
+        for feature in (self.tenancy, self.retention, self.block_trace):
             if feature is not None:
                 totals.update(feature.totals())
         return totals
+
+    def gauges(self) -> Report:
+        """Present values for the front end's Prometheus gauges."""
+        gauges = self.block_trace.gauges()
+        if self.retention is not None:
+            gauges.update(self.retention.gauges())
+        return gauges

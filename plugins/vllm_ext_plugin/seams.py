@@ -9,17 +9,25 @@ byte the recorded one is not even parsed.
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from vllm_ext_plugin.seam_table import ALL_VERSIONS, SEAMS, Seam
 from vllm_ext_plugin.signatures import SourcePackage, compatible
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+WIDE = 140
+"""Columns of a terminal from which on the table shows everything."""
 
 __all__ = [
     "SEAMS",
@@ -167,42 +175,93 @@ def _nearest(version: str) -> str:
     return min(ALL_VERSIONS, key=lambda minor: (abs(number(minor) - wanted), -number(minor)))
 
 
-State = Literal["ok", "changed", "broken", "not in this version"]
+State = Literal["ok", "changed", "broken", "missing", "not in this version"]
+"""`changed`: still usable as we use it; `broken`: there, but not usable; `missing`: not there."""
+
+_COLOURS: dict[State, str] = {
+    "ok": "green",
+    "changed": "yellow",
+    "broken": "red",
+    "missing": "red",
+    "not in this version": "dim",
+}
 
 
 def _state(seam: Seam, version: str, problems: Mapping[str, SeamProblem]) -> State:
     problem = problems.get(seam.id)
     if problem is not None:
+        if problem.found is None:
+            return "missing"
         return "broken" if problem.breaking else "changed"
     return "ok" if _nearest(version) in seam.versions else "not in this version"
 
 
-def main() -> int:
-    """Print the table and the problems; exit status 1 when a seam is broken."""
-    from rich.console import Console
-    from rich.table import Table
+def summary(states: Iterable[State]) -> str:
+    """`110 ok, 1 changed, 0 missing`, and what else there is."""
+    counts = Counter(states)
+    always: tuple[State, ...] = ("ok", "changed", "missing")
+    others: tuple[State, ...] = ("broken", "not in this version")
+    named = [*always, *(state for state in others if counts[state])]
+    return ", ".join(f"{counts[state]} {state}" for state in named)
 
-    console = Console()
-    version = version_of(_installed())
-    found = check()
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the state of every seam and what is not as recorded.
+
+    Returns the exit status: 0; 1 when vllm_ext would refuse to start; 2 when there is no vLLM to look at.
+    """
+    argparse.ArgumentParser(
+        prog="python -m vllm_ext_plugin.seams",
+        description="Every symbol of vLLM that vllm_ext touches, and whether the installed vLLM has it as "
+        "expected. A table on a terminal; elsewhere one line per symbol, tab separated: state, symbol, how, "
+        "what happens when it is missing. Then a line that counts the states.",
+        epilog="Exit status: 0; 1 when vllm_ext refuses to start on this vLLM; 2 when none is installed.",
+    ).parse_args(arguments)
+    from rich.console import Console
+
+    errors = Console(stderr=True, soft_wrap=True, highlight=False)
+    try:
+        version = version_of(_installed())
+        found = check()
+    except LookupError as error:
+        errors.print(str(error), style="red", markup=False)
+        return 2
     problems = {problem.seam.id: problem for problem in found}
-    table = Table(title=f"Seams on vLLM {version}", show_lines=True)
-    for heading in ("symbol", "how", "why", "when missing", "upstream", "state"):
-        table.add_column(heading, overflow="fold")
-    colours = {"ok": "green", "changed": "yellow", "broken": "red", "not in this version": "dim"}
-    for seam in SEAMS:
-        state = _state(seam, version, problems)
-        symbol = f"{seam.module}\n{seam.qualname}"
-        table.add_row(
-            symbol, seam.how, seam.why, seam.when_missing, seam.upstream, f"[{colours[state]}]{state}[/]"
-        )
-    console.print(table)
+    states = {seam.id: _state(seam, version, problems) for seam in SEAMS}
+    console = Console()
+    if console.is_terminal:
+        _print_table(console, version, states)
+    else:
+        for seam in SEAMS:
+            print(states[seam.id], seam.id, seam.how, seam.when_missing, sep="\t")
     if not supported_version(version):
         supported = f"{ALL_VERSIONS[0]} to {ALL_VERSIONS[-1]}"
-        console.print(f"[yellow]vLLM {version} is outside the supported range {supported}[/]")
+        errors.print(f"vLLM {version} is outside the supported range {supported}", style="yellow")
     for problem in found:
-        console.print(str(problem), style="red" if problem.breaking else "yellow", markup=False)
-    return int(any(problem.breaking for problem in found))
+        errors.print(str(problem), style="red" if problem.breaking else "yellow", markup=False)
+    print(summary(states.values()))
+    return int(any(problem.fatal for problem in found))
+
+
+def _print_table(console: Console, version: str, states: Mapping[str, State]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=f"Seams on vLLM {version}", show_lines=True, expand=False)
+    table.add_column("symbol", no_wrap=True, min_width=max(map(len, _symbol_lines())))
+    # The columns that say least go first where there is no room.
+    wide = console.width >= WIDE
+    for heading in ("how", "why", "when missing", "upstream", "state") if wide else ("state", "why"):
+        table.add_column(heading, overflow="fold")
+    for seam in SEAMS:
+        state = Text(states[seam.id], style=_COLOURS[states[seam.id]])
+        told = (seam.how, seam.why, seam.when_missing, seam.upstream, state) if wide else (state, seam.why)
+        table.add_row(f"{seam.module}\n{seam.qualname}", *told)
+    console.print(table)
+
+
+def _symbol_lines() -> list[str]:
+    return [line for seam in SEAMS for line in (seam.module, seam.qualname)]
 
 
 if __name__ == "__main__":

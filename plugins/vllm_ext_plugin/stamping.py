@@ -8,6 +8,7 @@ in a context variable is visible. (It is not inside `process_inputs`, which may 
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import secrets
 from contextvars import ContextVar
@@ -32,9 +33,18 @@ class RequestRefused(ValueError):
     """A request that must not run: its caller named no tenant (or an unknown one) and the policy says so."""
 
 
+@functools.cache
+def _refusal() -> type[RequestRefused]:
+    """`RequestRefused` that vLLM's front ends also know as the client's mistake (a 4xx with its message)."""
+    from vllm.exceptions import VLLMValidationError
+
+    return type("RequestRefused", (VLLMValidationError, RequestRefused), {"__module__": __name__})
+
+
 def install() -> None:
     from vllm.v1.engine.output_processor import OutputProcessor
 
+    patch(OutputProcessor, "__init__", _binding_init)
     patch(OutputProcessor, "add_request", _stamping_add_request)
     for name, wrapper in (
         ("_finish_request", _counting_finish_request),
@@ -44,6 +54,15 @@ def install() -> None:
             patch(OutputProcessor, name, wrapper)
         except AttributeError as error:
             logger.error("tokens per tenant will not be counted: %s", error)
+
+
+def _binding_init(original: Any) -> Any:
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        # The engine that is being built now is the one whose configuration was made last.
+        self.__dict__[_FRONT_END] = front_ends.latest()
+
+    return __init__
 
 
 def _stamping_add_request(original: Any) -> Any:
@@ -56,10 +75,9 @@ def _stamping_add_request(original: Any) -> Any:
         queue: Any = None,
         **kwargs: Any,
     ) -> Any:
-        front_end = self.__dict__.get(_FRONT_END) or front_ends.latest()
+        front_end = self.__dict__.get(_FRONT_END)
         if front_end is None:
             return original(self, request, prompt, parent_req, request_index, queue, **kwargs)
-        self.__dict__[_FRONT_END] = front_end
         front_end.watch()
         identity = stamp(front_end, request, in_process=queue is None)
         result = original(self, request, prompt, parent_req, request_index, queue, **kwargs)
@@ -89,6 +107,7 @@ def stamp(front_end: front_ends.FrontEnd, request: Any, in_process: bool) -> Ide
         _extra(request)[STAMP_KEY] = front_end.stamper.stamp(identity, client_salt, request.request_id)
         request.cache_salt = front_end.salter.domain_salt(identity.domain, client_salt)
     except RequestRefused:
+        front_end.metrics.request_rejected("no_tenant_named")
         raise
     except Exception:
         front_end.failed("stamping")
@@ -113,9 +132,9 @@ def _who(authenticator: Authenticator, claimed_tenant: Any) -> Identity:
         found = authenticator.listed_tenant(tenant, IdentifiedBy.PYTHON)
     else:
         names = ", ".join(authenticator.listed_names()) or "none"
-        raise RequestRefused(f"tenant {tenant!r} is not in the policy; listed: {names}")
+        raise _refusal()(f"tenant {tenant!r} is not in the policy; listed: {names}")
     if isinstance(found, Rejection):
-        raise RequestRefused(
+        raise _refusal()(
             f"{found.message} and the policy rejects unknown callers: name one in "
             f"SamplingParams(extra_args={{{TENANT_KEY!r}: NAME}}) or with vllm_ext_plugin.use_tenant(NAME)"
         )

@@ -55,6 +55,7 @@ class TenancyFeature:
         except Exception:
             self._faults.caught("salting")
         ruling = self.ruler.rule_closed()
+        request.__dict__[IDENTITY] = ruling.identity
         request.__dict__.pop(block_hashes.SPLIT, None)
         request.cache_salt = ruling.salt
         request.block_hashes.clear()
@@ -95,6 +96,14 @@ class TenancyFeature:
             request.block_hashes.clear()
             request.update_block_hashes()
         return ruling
+
+    def continues(self, session: Any, update: Any) -> bool:
+        """Whether a streaming session's next input comes from whom the session belongs to."""
+        before, now = identity_of(session), identity_of(update)
+        if before is not None and now is not None and before.domain == now.domain:
+            return True
+        self.ruler.stamp_failures["other_session"] += 1
+        return False
 
     def totals(self) -> dict[str, list[tuple[list[str], float]]]:
         """Running totals for the front end's Prometheus counters."""

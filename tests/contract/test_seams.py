@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import inspect
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -156,11 +157,65 @@ def test_importing_the_table_imports_no_vllm():
     assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0
 
 
-def test_the_table_is_printed(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
-    assert seams.main() == 0
-    printed = capsys.readouterr().out
-    assert "Seams on vLLM" in printed and "OutputProcessor" in printed and "broken" not in printed
+@pytest.mark.parametrize("columns", [80, 200])
+def test_on_a_terminal_a_table_is_printed(columns: int, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert seams.main([]) == 0
+    printed = re.sub("\x1b\\[[0-9;]*m", "", capsys.readouterr().out)
+    lines = printed.splitlines()
+    assert "Seams on vLLM" in printed and max(map(len, lines)) <= columns
+    words = {line.split()[1] for line in lines if line.startswith("│") and line.split()[1] != "│"}
+    for seam in SEAMS:  # none is cut or broken over lines
+        assert {seam.module, seam.qualname} <= words
+    assert lines[-1] == seams.summary(["ok"] * len(SEAMS))
+
+
+def test_elsewhere_one_line_per_symbol_is_printed(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    assert seams.main([]) == 0
+    *rows, last = capsys.readouterr().out.splitlines()
+    assert rows == [f"ok\t{seam.id}\t{seam.how}\t{seam.when_missing}" for seam in SEAMS]
+    assert last == f"{len(SEAMS)} ok, 0 changed, 0 missing"
+
+
+def test_problems_are_counted_and_only_fatal_ones_end_in_an_error(capsys, monkeypatch):
+    fatal = next(seam for seam in SEAMS if seam.fatal)
+    harmless = [seam for seam in SEAMS if not seam.fatal][:3]
+
+    def found(*problems: seams.SeamProblem) -> tuple[int, list[str], str]:
+        monkeypatch.setattr(seams, "check", lambda: list(problems))
+        status = seams.main([])
+        out, err = capsys.readouterr()
+        return status, out.splitlines(), err
+
+    gone, broken, changed = (
+        seams.SeamProblem(seam, "0.32.0", "def a()", now, breaking)
+        for seam, now, breaking in (
+            (harmless[0], None, True),
+            (harmless[1], "def a(b)", True),
+            (harmless[2], "def a(b=1)", False),
+        )
+    )
+    status, lines, errors = found(gone, broken, changed)
+    assert status == 0
+    assert lines[-1] == f"{len(SEAMS) - 3} ok, 1 changed, 1 missing, 1 broken"
+    states = {line.split("\t")[1]: line.split("\t")[0] for line in lines[:-1]}
+    assert [states[seam.id] for seam in harmless] == ["missing", "broken", "changed"]
+    assert str(gone) in errors
+    assert found(seams.SeamProblem(fatal, "0.32.0", "def a()", None, True))[0] == 1
+    assert found(seams.SeamProblem(fatal, "0.32.0", "def a()", "def a(b=1)", False))[0] == 0
+
+
+def test_help_and_no_vllm(capsys, monkeypatch):
+    with pytest.raises(SystemExit) as caught:
+        seams.main(["--help"])
+    assert caught.value.code == 0 and "usage: python -m vllm_ext_plugin.seams" in capsys.readouterr().out
+    monkeypatch.setattr(SourcePackage, "installed", lambda: None)
+    assert seams.main([]) == 2
+    assert "vLLM is not installed here" in capsys.readouterr().err
 
 
 # Another vLLM

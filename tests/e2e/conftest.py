@@ -39,10 +39,10 @@ def policy() -> dict[str, Any]:
     return {
         "version": 1,
         "tenancy": {
-            "salt_secret": "env:E2E_SALT_SECRET",
+            "salt_secret": "env:VLLM_EXT_SALT_SECRET",
             "unknown": "isolate",
             "tenants": {name: {"api_keys": [digest(key)]} for name, key in KEYS.items()},
-            "gateway": {"secret": "env:E2E_GATEWAY_SECRET", "replay_window": "30s", "max_body": "64KiB"},
+            "gateway": {"secret": "env:VLLM_EXT_GATEWAY_SECRET", "replay_window": "30s", "max_body": "64KiB"},
             "shared_prefixes": [
                 {
                     "name": "shop",
@@ -119,10 +119,19 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     folder = tmp_path_factory.mktemp("e2e")
     path = folder / "policy.yaml"
     path.write_text(json.dumps(policy(), indent=1))
+    # The model's own template, but for one role that it refuses: a mistake that only the engine can see.
+    template = folder / "template.jinja"
+    refusal = (
+        "{% for m in messages %}{% if m['role'] == 'developer' %}"
+        "{{ raise_exception('roles like this are refused') }}{% endif %}{% endfor %}"
+    )
+    template.write_text(refusal + (checkpoint.require_model() / "chat_template.jinja").read_text())
     environment = {
-        "E2E_SALT_SECRET": SALT_SECRET,
-        "E2E_GATEWAY_SECRET": GATEWAY_SECRET,
+        "VLLM_EXT_SALT_SECRET": SALT_SECRET,
+        "VLLM_EXT_GATEWAY_SECRET": GATEWAY_SECRET,
         "PYTHONPATH": str(Path(__file__).parent),
+        "VLLM_SERVER_DEV_MODE": "1",  # /server_info tells much: no secret may be in it
+        "VLLM_LOGGING_LEVEL": "DEBUG",
         "VLLM_PLUGINS": None,
         "VLLM_EXT_POLICY": None,
     }
@@ -132,6 +141,8 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
         "saboteur.Saboteur",
         "--enable-log-requests",
         "--enable-scale-out",
+        "--chat-template",
+        str(template),
     ]
     with Server(arguments, log=folder / "server.log", env=environment) as server:
         server.wait_ready()

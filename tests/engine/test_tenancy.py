@@ -346,14 +346,21 @@ def test_embeddings_are_isolated_too(tiny_llama: str, tmp_path: Path):
 
 
 def in_a_process_of_its_own(model: str) -> dict[str, Any]:
-    import os
+    import multiprocessing.context as contexts
 
+    started = []
+    for name in ("SpawnProcess", "ForkProcess"):
+        original = getattr(contexts, name)._Popen
+
+        def popen(process: Any, original: Any = original, name: str = name) -> Any:
+            started.append(name.removesuffix("Process").lower())
+            return original(process)
+
+        getattr(contexts, name)._Popen = staticmethod(popen)
     engine = Engine(model)
     assert not hasattr(engine, "scheduler"), "the engine must run in a process of its own here"
-    return {
-        "pid": os.getpid(),
-        "reused": [engine.reused("acme"), engine.reused("acme"), engine.reused("globex")],
-    }
+    reused = [engine.reused("acme"), engine.reused("acme"), engine.reused("globex")]
+    return {"reused": reused, "started": sorted(set(started))}
 
 
 @pytest.mark.parametrize("method", ["spawn", "fork"])
@@ -361,10 +368,10 @@ def test_the_plugin_is_live_in_an_engine_process_that_was(method: str, tiny_llam
     env = {
         **policy_env(tmp_path),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-        "VLLM_WORKER_MULTIPROCESSING_METHOD": method,
+        "VLLM_WORKER_MULTIPROC_METHOD": method,
     }
     result = run_in_v1(in_a_process_of_its_own, tiny_llama, env=env)
-    assert result["reused"] == [0, FULL_BLOCKS, 0]
+    assert result == {"reused": [0, FULL_BLOCKS, 0], "started": [method]}
 
 
 def image_keys(model: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import time
@@ -133,6 +134,56 @@ async def test_too_long_a_signed_body_is_413_and_an_unsigned_one_is_not_held() -
     assert world.status == 413 and not world.seen
     await world.call({"authorization": f"Bearer {KEY}"}, (b"x" * 101,))
     assert world.seen[0][1] == b"x" * 101
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{SIGNATURE_HEADER: "v1=x"}, {TIMESTAMP_HEADER: "1"}, {TENANT_HEADER: "a/b"}, {TIMESTAMP_HEADER: ""}],
+)
+async def test_no_body_is_held_for_headers_that_cannot_be_genuine(changed: dict[str, str]) -> None:
+    world = World("reject")
+    reads: list[int] = []
+
+    async def receive() -> Any:
+        reads.append(1)
+        return {"type": "http.request", "body": b"x", "more_body": True}
+
+    headers = [(k.encode(), v.encode()) for k, v in {**signed(b""), **changed}.items()]
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/x",
+        "raw_path": b"/x",
+        "query_string": b"",
+        "headers": headers,
+    }
+
+    async def send(message: Any) -> None:
+        world.sent.append(message)
+
+    await world.middleware(scope, receive, send)
+    assert world.status == 401 and not reads
+
+
+async def test_a_body_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm_ext_plugin.middleware.BODY_SECONDS", 0.05)
+    world = World()
+
+    async def receive() -> Any:
+        await asyncio.sleep(0.01)
+        return {"type": "http.request", "body": b"", "more_body": True}
+
+    headers = [(k.encode(), v.encode()) for k, v in signed(b"").items()]
+    scope = {
+        "type": "http", "method": "POST", "path": "/v1/completions", "raw_path": b"/v1/completions",
+        "query_string": b"", "headers": headers,
+    }  # fmt: skip
+
+    async def send(message: Any) -> None:
+        world.sent.append(message)
+
+    await world.middleware(scope, receive, send)
+    assert world.status == 408 and not world.seen
 
 
 async def test_a_client_that_hangs_up_while_its_body_is_read_is_let_go() -> None:

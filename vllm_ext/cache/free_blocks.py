@@ -21,7 +21,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -80,6 +80,9 @@ class FreeBlocks:
         """Cached blocks by share group, used or not."""
         self.evictions: Counter[tuple[str, int]] = Counter()
         """(cause, share group) -> blocks. Causes: capacity, quota, ttl (protected once, and expired)."""
+        self.on_evict: Callable[[list[int], str, bytearray], None] | None = None
+        """Called with cached blocks that are about to be forgotten, the cause (capacity or quota), and by
+        block id whether its protection has expired."""
         self._blank = LruOrder(num_blocks).queue()
         self._queues: dict[tuple[int, int], EvictionQueue] = {}
         self._levels: dict[int, int] = {EVERYBODY_ELSE: 0}  # group -> bit set of the levels that hold blocks
@@ -275,6 +278,8 @@ class FreeBlocks:
         group, level, limit, cause = self._choose(asking)
         queue = self._queues[group, level]
         victims = queue.pop_n(min(count, limit))
+        if self.on_evict is not None:
+            self.on_evict(victims, cause, self._expired)
         for block in victims:
             why = "ttl" if self._expired[block] and cause == "capacity" else cause
             self.evictions[why, group] += 1

@@ -95,6 +95,9 @@ class LruQueue:
         for block in blocks:
             self.remove(block)
 
+    def void(self) -> None:
+        """Nothing to forget: contents never mattered here."""
+
     def peek(self) -> Score | None:
         return (0.0, float(self._order.stamp_of[self._next[self._end]])) if self._length else None
 

@@ -53,7 +53,7 @@ class Departure:
     Attributes:
         time: seconds.
         blocks: block ids in the order of their tokens: prompt first, then decoded ones.
-        keys: the block's hash for each of `blocks`.
+        keys: the block's hash for each of `blocks`. Blocks without one go to `push_front` instead.
         num_prompt: how many of `blocks` hold prompt.
         arrival: what `EvictionOrder.arrive` returned for this request.
         output_tokens: decoded tokens, whether they filled blocks or not.
@@ -96,6 +96,9 @@ class EvictionQueue(Protocol):
 
     def remove_n(self, blocks: Sequence[int]) -> None:
         """`remove` for each, in one pass."""
+
+    def void(self) -> None:
+        """The prefix cache was reset: blocks in this queue hold nothing any more. They keep their order."""
 
     def peek(self) -> Score | None:
         """The score of the next victim; None when empty."""

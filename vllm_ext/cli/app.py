@@ -8,6 +8,7 @@ import typer
 
 from vllm_ext import __version__
 from vllm_ext.cli import policy
+from vllm_ext.cli.replay import replay
 
 # Tracebacks with local variables would print secrets.
 main = typer.Typer(
@@ -18,6 +19,7 @@ main = typer.Typer(
     help="Tools for the vllm_ext plugin of vLLM.",
 )
 main.add_typer(policy.app, name="policy")
+main.command()(replay)
 
 
 def _show_version(wanted: bool) -> None:

@@ -35,6 +35,7 @@ from vllm_ext.policy.schema import (
 )
 from vllm_ext.policy.snapshot import PolicySnapshot
 from vllm_ext.policy.store import PolicyStore, ReloadResult
+from vllm_ext.policy.telemetry import TelemetryPolicy
 
 __all__ = [
     "AdminPolicy",
@@ -56,6 +57,7 @@ __all__ = [
     "RetentionPolicy",
     "RetentionRule",
     "SharedPrefixPolicy",
+    "TelemetryPolicy",
     "TenancyPolicy",
     "TenantPolicy",
     "TenantShare",

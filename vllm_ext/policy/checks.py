@@ -103,7 +103,12 @@ def _one_value_for_two(document: YamlDocument, findings: Findings) -> None:
     """A secret must not be known to whoever holds another secret, or a key."""
     salt, gateway = ("tenancy", "salt_secret"), ("tenancy", "gateway", "secret")
     remedy = "give each a value of its own: openssl rand -hex 32"
-    written = {path: value for pattern in _SECRETS for path, value in find(document.value, pattern)}
+    written = {
+        path: value
+        for pattern in _SECRETS
+        for path, value in find(document.value, pattern)
+        if isinstance(value, str)
+    }
     values = findings.secrets
     # Without the values (`resolve_secrets=False`), one reference in both places says as much.
     if gateway in written and (
@@ -112,13 +117,17 @@ def _one_value_for_two(document: YamlDocument, findings: Findings) -> None:
         else hmac.compare_digest(values[gateway], values[salt])
     ):
         line = document.nearest_position(salt).line
-        message = f"the same value as line {line}'s salt_secret: the gateway would hold the key that signs stamps"
+        message = (
+            f"the same value as line {line}'s salt_secret: the gateway would hold the key that signs stamps"
+        )
         findings.problems.append(at(document, gateway, message, remedy))
     digests = {key_digest(value): path for path, value in values.items()}
     for path, digest in findings.keys.items():
         if (secret := digests.get(digest)) is not None:
             line = document.nearest_position(secret).line
-            message = f"the same value as line {line}'s {secret[-1]}: whoever holds this key would hold the secret"
+            message = (
+                f"the same value as line {line}'s {secret[-1]}: whoever holds this key would hold the secret"
+            )
             findings.problems.append(at(document, path, message, remedy))
 
 

@@ -138,11 +138,22 @@ def _server(snapshot: PolicySnapshot, subject: Subject) -> Iterator[ExplainRow]:
     yield ExplainRow("model identity in salts", model, snapshot.position(("tenancy", "model_id")))
 
 
+def _telemetry(snapshot: PolicySnapshot, subject: Subject) -> Iterator[ExplainRow]:
+    telemetry = snapshot.policy.telemetry
+    if telemetry is None:
+        return
+    value = "off"
+    if telemetry.block_trace is not None:
+        value = f"{telemetry.block_trace}: keyed hashes of this tenant's blocks are written to it, no tokens"
+    yield ExplainRow("block trace", value, snapshot.position(("telemetry", "block_trace")))
+
+
 SECTIONS: list[Callable[[PolicySnapshot, Subject], Iterator[ExplainRow]]] = [
     _who,
     _sharing,
     _server,
     retention_rows,
+    _telemetry,
 ]
 
 

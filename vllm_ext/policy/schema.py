@@ -26,6 +26,7 @@ from vllm_ext.policy.fields import (
     without_null,
 )
 from vllm_ext.policy.retention import RetentionPolicy, retention_json_schema
+from vllm_ext.policy.telemetry import TelemetryPolicy
 
 
 def _version(value: object) -> object:
@@ -189,11 +190,21 @@ class Policy(Section):
     ] = None
     """Which cached blocks are kept when room is needed. Without this section vLLM's own order."""
 
+    telemetry: Annotated[
+        TelemetryPolicy | None, BeforeValidator(whole_section), Field(json_schema_extra=without_null)
+    ] = None
+    """What the server writes down about itself, for `vllm-ext replay`."""
+
     admin: AdminPolicy = AdminPolicy()
     """Who may look at the policy and reload it over HTTP."""
 
     metrics: MetricsPolicy = MetricsPolicy()
     """Prometheus metrics."""
+
+    @property
+    def is_for_the_engine(self) -> bool:
+        """Whether some section asks for our scheduler; without one vLLM runs as if we were not there."""
+        return (self.tenancy or self.retention or self.telemetry) is not None
 
 
 def policy_json_schema() -> dict[str, Any]:

@@ -83,15 +83,21 @@ class PolicyStore:
             _, result = self._examine(lambda: self._parse(text))
         return result
 
-    def apply(self, text: str) -> ReloadResult:
-        """As ``reload``, from a text: another process pushes the very bytes it has read. Never raises."""
-        return self._change(lambda: self._parse(text))
+    def apply(self, text: str, asked: bool = True) -> ReloadResult:
+        """As ``reload``, from a text: another process pushes the very bytes it has read. Never raises.
 
-    def start_watching(self) -> None:
-        """Reload whenever the file, or one that it refers to, changes. In a daemon thread, until ``stop``."""
+        ``asked=False``: nobody called for it, so only news is told.
+        """
+        return self._change(lambda: self._parse(text), asked)
+
+    def start_watching(self, follow: Callable[[], object] | None = None) -> None:
+        """Reload whenever the file, or one that it refers to, changes. In a daemon thread, until ``stop``.
+
+        ``follow`` is called instead where a change must go through others first; raising means "try again".
+        """
         with self._lock:
             if self.path is not None and self._watcher is None:
-                self._watcher = PolicyWatcher(self.path, self._referenced, self._follow)
+                self._watcher = PolicyWatcher(self.path, self._referenced, follow or self._follow)
                 self._watcher.start()
 
     def stop(self) -> None:
@@ -149,30 +155,30 @@ class PolicyStore:
         except Exception as error:
             logger.debug("a policy validator refused", exc_info=True)
             return verdict("refused", f"{new.source}: {error}")
-        message = f"{new.digest[:12]} in force, before it {old.digest[:12]}: {describe_changes(old, new)}"
+        digests = f"{new.digest[:12]} in force, before it {old.digest[:12]}"
+        message = f"policy reloaded: {digests}: {describe_changes(old, new)}"
         return new, ReloadResult("reloaded", new.digest, message)
 
-    def report(self, result: ReloadResult) -> ReloadResult:
+    def report(self, result: ReloadResult, asked: bool = True) -> ReloadResult:
         """Remember, log and pass on a result; for a ``check`` that ended a reload. Returns it."""
         with self._lock:
-            return self._report(result, asked=True)
+            return self._report(result, asked)
 
     def _report(self, result: ReloadResult, asked: bool) -> ReloadResult:
         """``asked``: somebody called for this reload, so that it is told whatever came of it."""
         before, failed = self.last_error, result.outcome in ("invalid", "refused")
-        if result.outcome == "unchanged" and before is not None:
-            message = f"the policy file is sound again, {result.digest[:12]} in force"
-            result = replace(result, message=message)
+        if result.outcome == "unchanged" and before is not None and self.path is not None:
+            result = replace(result, message=f"policy file is sound again, {result.digest[:12]} in force")
         self.last_error = result.message if failed else None
         news = result.message != before if failed else result.outcome == "reloaded" or before is not None
         if not news:
-            logger.debug("policy %s: %s", result.outcome, result.message)
+            logger.debug("%s: %s", result.outcome, result.message)
         elif failed:
             logger.warning(
                 "policy not reloaded (%s), the old one stays in force:\n%s", result.outcome, result.message
             )
         else:
-            logger.info("policy %s: %s", result.outcome, result.message)
+            logger.info("%s", result.message)
         if news or asked:
             for callback in tuple(self.on_result):
                 _call(callback, result)
@@ -181,7 +187,7 @@ class PolicyStore:
 
 def restart_only_changes(old: PolicySnapshot, new: PolicySnapshot) -> list[str]:
     """What differs and needs a restart, each as ``file:line:column: field: message``."""
-    return [*_tenancy_changes(old, new), *_retention_changes(old, new)]
+    return [*_tenancy_changes(old, new), *_retention_changes(old, new), *_telemetry_changes(old, new)]
 
 
 def _tenancy_changes(old: PolicySnapshot, new: PolicySnapshot) -> list[str]:
@@ -209,6 +215,13 @@ def _retention_changes(old: PolicySnapshot, new: PolicySnapshot) -> list[str]:
         return []
     message = f"the order changed from {before.order} to {after.order}: the block pool is made at start"
     return [_refusal(old, new, ("retention", "order"), message)]
+
+
+def _telemetry_changes(old: PolicySnapshot, new: PolicySnapshot) -> list[str]:
+    # With any section, our scheduler is in the engine and can begin and end a trace.
+    if old.policy.is_for_the_engine == new.policy.is_for_the_engine:
+        return []
+    return _presence(old, new, "telemetry", "our scheduler is put into the engine at start")
 
 
 def _presence(old: PolicySnapshot, new: PolicySnapshot, section: str, why: str) -> list[str]:

@@ -28,12 +28,12 @@ class PolicyWatcher:
         path: FilePath,
         referenced: Callable[[], Iterable[FilePath]],
         reload: Callable[[], object],
-        poll_seconds: float = POLL_SECONDS,
+        poll_seconds: float | None = None,
     ) -> None:
         self._path = path
         self._referenced = referenced
         self._reload = reload
-        self._poll_seconds = poll_seconds
+        self._poll_seconds = POLL_SECONDS if poll_seconds is None else poll_seconds
         self._seen: object = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="vllm-ext-policy-watch", daemon=True)
@@ -51,11 +51,13 @@ class PolicyWatcher:
     def _run(self) -> None:
         told = ""
         while not self._stop.is_set():
-            folders = self._folders()
+            folders: list[FilePath] = []
             try:
+                # Whatever goes wrong in here is over, or met again, at the next look: never end the thread.
+                folders = self._folders()
                 self._watch(folders)
             except Exception as error:  # inotify's limits, a folder that vanished: keep comparing stamps
-                if (reason := f"cannot watch {', '.join(map(str, folders))}: {error}") != told:
+                if (reason := f"cannot watch {', '.join(map(str, folders)) or self._path}: {error}") != told:
                     logger.warning("%s; looking every %g s instead", reason, self._poll_seconds)
                     told = reason
                 self._stop.wait(self._poll_seconds)
@@ -108,11 +110,17 @@ class PolicyWatcher:
         """The existing folders of all files and of every link on the way to them."""
         folders: set[FilePath] = set()
         for file in self._files():
-            for _ in range(_MAX_LINKS):
-                if file.parent.is_dir():
-                    folders.add(file.parent.absolute())
-                    folders.add(file.parent.resolve())
-                if not file.is_symlink():
-                    break
-                file = file.parent / file.readlink()
+            try:
+                self._add_folders(file, folders)
+            except (OSError, RuntimeError, ValueError):
+                continue  # no such name, not ours to look at, or gone meanwhile: its stamp will tell
         return sorted(folders)
+
+    def _add_folders(self, file: FilePath, folders: set[FilePath]) -> None:
+        for _ in range(_MAX_LINKS):
+            if file.parent.is_dir():
+                folders.add(file.parent.absolute())
+                folders.add(file.parent.resolve())
+            if not file.is_symlink():
+                break
+            file = file.parent / file.readlink()

@@ -7,7 +7,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from vllm_ext.policy import PolicySnapshot
@@ -90,6 +90,22 @@ class KeyIndex:
         return hmac.digest(self._blinding, digest, "sha256")
 
 
+class AdminKeys:
+    """Whose keys may look at the policy and change it.
+
+    Args:
+        digests: SHA-256 of each key.
+    """
+
+    def __init__(self, digests: Collection[bytes]) -> None:
+        self._keys = KeyIndex(dict.fromkeys(digests, "admin"))
+        self.exist = bool(digests)
+
+    def hold(self, credentials: Credentials) -> bool:
+        """Whether one of the presented keys is an admin's."""
+        return any(self._keys.owner(key) is not None for key in credentials.api_keys)
+
+
 @dataclass(frozen=True, slots=True)
 class RequestLine:
     """Method and raw target of a request, as the gateway signed them. `WEBSOCKET` is the method of a
@@ -118,8 +134,6 @@ class Authenticator:
         self._tenants = tenancy.tenants
         self._gateway_policy = tenancy.gateway
         self._keys = KeyIndex(snapshot.key_digests)
-        self._admins = KeyIndex(dict.fromkeys(snapshot.admin_digests, "admin"))
-        self.has_admins = bool(snapshot.admin_digests)
         self.gateway = gateway
         if gateway is None and tenancy.gateway is not None and snapshot.gateway_secret is not None:
             self.gateway = GatewayVerifier(snapshot.gateway_secret, tenancy.gateway.replay_window)
@@ -130,15 +144,23 @@ class Authenticator:
         return self._gateway_policy.max_body if self._gateway_policy else 0
 
     def needs_body(self, credentials: Credentials) -> bool:
-        return self.gateway is not None and credentials.claims_gateway and not self.key_owners(credentials)
+        """Whether the body must be read to know who asks: not for headers that cannot be genuine anyway."""
+        if self.gateway is None or not credentials.claims_gateway or self.key_owners(credentials):
+            return False
+        try:
+            self.gateway.check_form(
+                tenant=credentials.gateway_header(TENANT_HEADER),
+                timestamp=credentials.gateway_header(TIMESTAMP_HEADER),
+                signature=credentials.gateway_header(SIGNATURE_HEADER),
+            )
+        except GatewayError:
+            return False
+        return True
 
     def key_owners(self, credentials: Credentials) -> set[str]:
         """The tenants whose keys were presented; more than one is no identity."""
         owners = (self._keys.owner(key) for key in credentials.api_keys)
         return {owner for owner in owners if owner is not None}
-
-    def is_admin(self, credentials: Credentials) -> bool:
-        return any(self._admins.owner(key) is not None for key in credentials.api_keys)
 
     def identify(
         self, credentials: Credentials, line: RequestLine, body: bytes | None

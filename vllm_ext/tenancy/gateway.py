@@ -71,19 +71,27 @@ class GatewayVerifier:
         self._secret = secret
         self.replay_window = replay_window
         self._clock = clock
-        self._seen: OrderedDict[bytes, float] = OrderedDict()
+        self._seen: OrderedDict[bytes, float] = OrderedDict()  # signature -> its timestamp
+        self._not_before = -math.inf
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
         return f"GatewayVerifier(secret=***, replay_window={self.replay_window})"
 
-    def verify(
-        self, *, method: str, target: str, tenant: str, timestamp: str, signature: str, body: bytes
-    ) -> str:
-        """Return the tenant's name.
+    def set_window(self, replay_window: float) -> None:
+        """Take over a reloaded policy's window.
+
+        Used signatures stay used: a wider window reaches no further back than what is still remembered.
+        """
+        with self._lock:
+            self._not_before = max(self._not_before, self._clock() - self.replay_window)
+            self.replay_window = replay_window
+
+    def check_form(self, *, tenant: str, timestamp: str, signature: str) -> bytes:
+        """Whether the headers could be genuine, before a body is read for them. Returns the bare signature.
 
         Raises:
-            GatewayError: malformed header, false signature, too old or too new, or seen before.
+            GatewayError: malformed header, too old or too new.
         """
         match = _SIGNATURE.fullmatch(signature)
         if match is None or _TIMESTAMP.fullmatch(timestamp) is None:
@@ -95,28 +103,39 @@ class GatewayVerifier:
             raise GatewayError(
                 "malformed_header", f"{TENANT_HEADER} is 1 to 128 of the characters A-Z a-z 0-9 . _ : -"
             )
-        expected = sign(
-            self._secret, method=method, target=target, tenant=tenant, timestamp=timestamp, body=body
-        )
-        if not hmac.compare_digest(expected.encode(), signature.encode()):
-            raise GatewayError(
-                "bad_signature", f"{SIGNATURE_HEADER} does not match method, path, tenant, timestamp and body"
-            )
-        now = self._clock()
-        age = now - float(timestamp)
-        if not math.isfinite(age) or abs(age) > self.replay_window:
+        age = self._clock() - float(timestamp)
+        if not math.isfinite(age) or abs(age) > self.replay_window or float(timestamp) < self._not_before:
             raise GatewayError(
                 "outside_window",
                 f"{TIMESTAMP_HEADER} is {abs(age):.0f} s {'old' if age > 0 else 'ahead'}; "
                 f"{self.replay_window:g} s are allowed (check the clocks)",
             )
-        self._remember(bytes.fromhex(match[1]), float(timestamp), now)
+        return bytes.fromhex(match[1])
+
+    def verify(
+        self, *, method: str, target: str, tenant: str, timestamp: str, signature: str, body: bytes
+    ) -> str:
+        """Return the tenant's name.
+
+        Raises:
+            GatewayError: malformed header, false signature, too old or too new, or seen before.
+        """
+        used = self.check_form(tenant=tenant, timestamp=timestamp, signature=signature)
+        expected = sign(
+            self._secret, method=method, target=target, tenant=tenant, timestamp=timestamp, body=body
+        )
+        if not hmac.compare_digest(expected.encode(), signature.encode()):
+            raise GatewayError(
+                "bad_signature",
+                f"{SIGNATURE_HEADER} does not match method, path, tenant, timestamp and body",
+            )
+        self._remember(used, float(timestamp), self._clock())
         return tenant
 
     def _remember(self, signature: bytes, timestamp: float, now: float) -> None:
         with self._lock:
             # Order of arrival is nearly order of expiry: stop at the first that could still be replayed.
-            while self._seen and next(iter(self._seen.values())) < now:
+            while self._seen and next(iter(self._seen.values())) + self.replay_window < now:
                 self._seen.popitem(last=False)
             if signature in self._seen:
                 raise GatewayError("replayed", "this signature was used already: sign every request anew")
@@ -124,4 +143,4 @@ class GatewayVerifier:
                 raise GatewayError(
                     "replay_memory_full", "too many signed requests within the replay window: shorten it"
                 )
-            self._seen[signature] = timestamp + self.replay_window
+            self._seen[signature] = timestamp

@@ -39,7 +39,8 @@ class TrustDomain:
         """The value for logs and metrics: the random name of an isolated domain is never a label."""
         if self.kind in (DomainKind.PUBLIC, DomainKind.ISOLATED):
             return f"({self.kind.value})"
-        return self.name
+        # No name holds a slash, so an unlisted domain cannot pass for a declared one of that name.
+        return f"unlisted/{self.name}" if self.kind is DomainKind.UNLISTED else self.name
 
     @staticmethod
     def declared(name: str) -> TrustDomain:

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from collections import Counter
+from math import inf
+from typing import TYPE_CHECKING, Any
 
-from vllm_ext.policy import PolicySnapshot, PolicyStore
+from vllm_ext.cache.free_blocks import DEFAULT_PRIORITY
+from vllm_ext.cache.telemetry import CacheTelemetry
+from vllm_ext.engine_totals import Report
+from vllm_ext.labels import LabelCap
+from vllm_ext.policy import PolicySnapshot, PolicyStore, RetentionPolicy
 from vllm_ext_plugin.faults import Faults
+from vllm_ext_plugin.request_facts import tool_call_tokens
+from vllm_ext_plugin.retention import offload_config
 from vllm_ext_plugin.retention.block_queue import RetentionBlockQueue
 from vllm_ext_plugin.retention.engine import RetentionEngine
 from vllm_ext_plugin.retention.managers import ENGINE, manager_class, pool_class
@@ -14,22 +22,10 @@ from vllm_ext_plugin.retention.requests import Requests
 from vllm_ext_plugin.retention.roles import RoleFinder, make_role_finder
 from vllm_ext_plugin.tenancy_feature import identity_of
 
-logger = logging.getLogger("vllm_ext")
+if TYPE_CHECKING:
+    from vllm_ext_plugin.retention.offload import OffloadTiers
 
-TOOL_CALL_TOKENS = (
-    "<tool_call>",
-    "<|tool_call|>",
-    "<|tool_call_begin|>",
-    "<|tool_calls_section_begin|>",
-    "<｜tool▁calls▁begin｜>",
-    "<|python_tag|>",
-    "[TOOL_CALLS]",
-    "<function_calls>",
-    "<|call|>",
-)
-"""Special tokens by which models begin a tool call: an answer that holds one is continued when the tool is
-done.
-"""
+logger = logging.getLogger("vllm_ext")
 
 
 class RetentionFeature:
@@ -54,46 +50,75 @@ class RetentionFeature:
             model=_served_name(config.model_config),
             identity_of=identity_of,
             roles=self._role_finder(policy),
-            tool_tokens=_tool_tokens(config.model_config) if policy.order == "reuse" else frozenset(),
+            tool_tokens=tool_call_tokens(config.model_config) if policy.order == "reuse" else frozenset(),
             block_key=_block_key,
         )
-        self.engine = RetentionEngine(pool, policy.order, self.requests, faults)
+        self._label = LabelCap(0)
+        self._keep_labels(store.current)
+        telemetry = CacheTelemetry(len(pool.blocks), self._label, _block_bytes(manager.kv_cache_config))
+        self.engine = RetentionEngine(pool, policy.order, self.requests, faults, telemetry=telemetry)
         pool.__dict__[ENGINE] = manager.__dict__[ENGINE] = self.engine
         pool.__class__ = pool_class(pool.__class__)
         manager.__class__ = manager_class(manager.__class__)
         pool.free_block_queue = RetentionBlockQueue(self.engine, pool.blocks)
+        self.offload: OffloadTiers | None = None
+        if offload_config.ours(config):
+            from vllm_ext_plugin.retention.offload import OffloadTiers
+
+            self.offload = OffloadTiers(
+                config, self.requests, policy.order, faults, lambda: self.engine.clock()
+            )
         store.on_swap.append(self._swapped)
         logger.info("vllm_ext: retention is on, order %s, %d blocks", policy.order, len(pool.blocks))
 
-    def totals(self) -> dict[str, list[tuple[list[str], float]]]:
+    def totals(self) -> Report:
         """Running totals for the front end's Prometheus counters."""
-        names = self.requests.names
-        evictions = self.engine.evictions + self.engine.free.evictions
+        engine = self.engine
+        order = engine.free.order
+        victims = engine.victims + Counter(order.evictions)
+        estimates = engine.estimates + getattr(order, "estimates", 0)
         return {
-            "evictions": [
-                ([cause, names.get(group, "other")], float(count))
-                for (cause, group), count in evictions.items()
+            **engine.telemetry.totals(),
+            "cache_victims": [
+                ([order.name, chosen_by], float(count)) for chosen_by, count in victims.items()
             ],
-            "wishes": [([reason], float(count)) for reason, count in self.requests.wishes.items()],
+            "cache_estimates": [([], float(estimates))],
+            "cache_wishes": [([reason], float(count)) for reason, count in self.requests.wishes.items()],
         }
 
-    def gauges(self) -> dict[str, list[tuple[list[str], float]]]:
-        """Present values for the front end's Prometheus gauges."""
-        free = self.engine.free
-        names = self.requests.names
-        shares = {names[group]: share for group, share in free.shares.items() if group in names}
-        return {
-            "resident_blocks": [
-                ([names.get(group, "other")], float(blocks)) for group, blocks in free.resident.items()
-            ],
-            "share_blocks": [
-                ([name, bound], float(value))
-                for name, share in shares.items()
-                for bound, value in (("min", share.minimum), ("max", share.maximum))
-                if value != float("inf")
-            ],
-            "retention_on": [([], float(self.engine.on))],
+    def gauges(self) -> Report:
+        """Present values for the front end's Prometheus gauges. All 0 once retention is switched off: who
+        holds what is not followed any more.
+        """
+        engine, free, names = self.engine, self.engine.free, self.requests.names
+        always: Report = {
+            "cache_retention_on": [([], float(engine.on))],
+            "cache_pool_blocks": [([], float(len(engine.pool.blocks)))],
         }
+        if not engine.on:
+            return always
+        shares = [(names[group], group, share) for group, share in free.shares.items() if group in names]
+        return {
+            **always,
+            **engine.telemetry.residents(free, _named_priorities(self.requests.policy), engine.clock()),
+            "cache_share_resident_blocks": [
+                ([self._label(name)], float(free.resident[group])) for name, group, _ in shares
+            ],
+            "cache_share_min_blocks": [
+                ([self._label(name)], float(share.minimum)) for name, _, share in shares if share.minimum
+            ],
+            "cache_share_max_blocks": [
+                ([self._label(name)], share.maximum) for name, _, share in shares if share.maximum < inf
+            ],
+            "cache_ghosts": [([], float(len(getattr(free.order, "ghosts", ()))))],
+        }
+
+    def _keep_labels(self, snapshot: PolicySnapshot) -> None:
+        tenancy, retention = snapshot.policy.tenancy, snapshot.policy.retention
+        listed = dict.fromkeys(
+            [*(tenancy.tenants if tenancy else ()), *(retention.tenants if retention else ())]
+        )
+        self._label.keep(listed, snapshot.policy.metrics.max_tenant_labels)
 
     def _role_finder(self, policy: Any) -> RoleFinder | None:
         if not any(rule.role in ("system", "history", "tail") for rule in policy.rules):
@@ -105,9 +130,31 @@ class RetentionFeature:
     def _swapped(self, old: PolicySnapshot, new: PolicySnapshot) -> None:
         policy = new.policy.retention
         assert policy is not None, "whether there is a retention section is not changed at run time"
-        self.requests.roles = self._role_finder(policy)
-        self.requests.use(policy)
-        self.engine.free.set_shares(self.requests.shares(len(self.engine.pool.blocks)))
+        roles = self._role_finder(policy)
+
+        def take_over() -> None:
+            self.requests.roles = roles
+            self.requests.use(policy)
+            self._keep_labels(new)
+            self.engine.free.set_shares(self.requests.shares(len(self.engine.pool.blocks)))
+            if self.offload is not None:
+                self.offload.set_shares()
+
+        self.engine.pending = take_over
+
+
+def _named_priorities(policy: RetentionPolicy) -> set[int]:
+    """Those that the policy gives: they are label values."""
+    found = {DEFAULT_PRIORITY, policy.default.priority, policy.default.decoded}
+    for given in policy.classes.values():
+        found |= {level for level in (given.priority, given.decoded_priority) if level is not None}
+    return found
+
+
+def _block_bytes(config: Any) -> int:
+    """Bytes of KV in one block of one worker, over all layers, by the tensors that it allocates."""
+    # All tensors are views of one allocation, and each names that one's size.
+    return max((tensor.size for tensor in config.kv_cache_tensors), default=0) // config.num_blocks
 
 
 def _block_key(block_hash: Any) -> Any:
@@ -119,13 +166,3 @@ def _block_key(block_hash: Any) -> Any:
 def _served_name(model_config: Any) -> str:
     served = model_config.served_model_name
     return str(served[0] if isinstance(served, list) and served else served or model_config.model)
-
-
-def _tool_tokens(model_config: Any) -> frozenset[int]:
-    from vllm.tokenizers import cached_tokenizer_from_config
-
-    tokenizer = cached_tokenizer_from_config(model_config)
-    if tokenizer is None:
-        return frozenset()
-    vocabulary = tokenizer.get_vocab()
-    return frozenset(vocabulary[token] for token in TOOL_CALL_TOKENS if token in vocabulary)

@@ -106,15 +106,33 @@ class RetentionManager:
         num_new_tokens: int,
         num_new_computed_tokens: int = 0,
         new_computed_blocks: Any = None,
+        num_lookahead_tokens: int = 0,
+        num_external_computed_tokens: int = 0,
         *args: Any,
         **kwargs: Any,
     ) -> Any:
         engine = self._engine
         engine.guarded("retention_arrive", engine.arrive, request, new_computed_blocks)
         try:
-            return super().allocate_slots(  # type: ignore[misc]
-                request, num_new_tokens, num_new_computed_tokens, new_computed_blocks, *args, **kwargs
+            slots = super().allocate_slots(  # type: ignore[misc]
+                request,
+                num_new_tokens,
+                num_new_computed_tokens,
+                new_computed_blocks,
+                num_lookahead_tokens,
+                num_external_computed_tokens,
+                *args,
+                **kwargs,
             )
+            if slots is not None and engine.asking is not None and not engine.asking.admitted:
+                engine.guarded(
+                    "retention_admit",
+                    engine.admitted,
+                    request,
+                    num_new_computed_tokens,
+                    num_external_computed_tokens,
+                )
+            return slots
         finally:
             engine.asking = None
 

@@ -8,18 +8,17 @@ from typing import Any
 
 from vllm_ext.cache.free_blocks import DEFAULT, EVERYBODY_ELSE, Protection, Share
 from vllm_ext.cache.grant import Grant
-from vllm_ext.cache.order import Arrival, Stop
+from vllm_ext.cache.order import Arrival
 from vllm_ext.cache.retention import Classifier, RequestShape, Retention
 from vllm_ext.cache.wishes import XARGS_KEY, Wish, parse_wish, wish_from_hints
 from vllm_ext.policy.retention import UNKNOWN, RetentionPolicy
 from vllm_ext.tenancy.identity import UNKNOWN_TENANT, Identity
 from vllm_ext_plugin.block_hashes import SPLIT
+from vllm_ext_plugin.request_facts import extra_args, session_ends, stop_of
 from vllm_ext_plugin.retention.roles import RoleFinder, Roles
 
 VIEW = "_vllm_ext_retention_view"
 SHARED_NAME = "_vllm_ext_shared_name"
-SESSION_END_KEY = "vllm_ext.session_end"
-"""Key in `vllm_xargs` / `extra_args`: anything true says that the session ends with this request."""
 
 MAX_GROUPS = 1024
 """Share groups made for tenants that only `*` names; later ones go without a share of their own."""
@@ -31,13 +30,23 @@ class RequestView:
     Attributes:
         group: share group that its new blocks belong to.
         plain: every block has the default protection.
+        tenant: the tenant's name, for metrics; `tenant_number` is its number there, -1 before it is known.
+        admitted: it has got slots once.
         arrival: what the order noted when it came; None before.
     """
 
-    __slots__ = ("_grants", "_rest", "arrival", "boosted", "group", "num_prompt_blocks", "plain")
+    __slots__ = (
+        "_grants", "_rest", "admitted", "arrival", "boosted", "group", "num_prompt_blocks", "plain", "tenant",
+        "tenant_number",
+    )  # fmt: skip
 
-    def __init__(self, group: int, grants: list[Grant], rest: Grant, num_prompt_blocks: int) -> None:
+    def __init__(
+        self, group: int, grants: list[Grant], rest: Grant, num_prompt_blocks: int, tenant: str
+    ) -> None:
         self.group = group
+        self.tenant = tenant
+        self.tenant_number = -1
+        self.admitted = False
         self.num_prompt_blocks = num_prompt_blocks
         self.arrival: Arrival | None = None
         self._grants = grants
@@ -129,9 +138,9 @@ class Requests:
         return {
             "num_prompt": view.num_prompt_blocks,
             "arrival": view.arrival or Arrival(now),
-            "stop": self._stop(request),
+            "stop": stop_of(request, self.tool_tokens),
             "owner": owner,
-            "ended": bool(_extra(request).get(SESSION_END_KEY)),
+            "ended": session_ends(extra_args(request)),
         }
 
     def shares(self, num_blocks: int) -> dict[int, Share]:
@@ -187,10 +196,10 @@ class Requests:
             for grant in {*grants, rest}:
                 strongest = strongest.stronger(grant)
             grants, rest = [], strongest
-        return RequestView(self.group_of(tenant), grants, rest, prompt_blocks)
+        return RequestView(self.group_of(tenant), grants, rest, prompt_blocks, tenant)
 
     def _wish(self, request: Any) -> Wish | None:
-        asked = _extra(request).get(XARGS_KEY)
+        asked = extra_args(request).get(XARGS_KEY)
         wish, reasons = parse_wish(asked)
         hints = getattr(request, "kv_hints", None)
         if wish is None and hints is not None:
@@ -202,25 +211,6 @@ class Requests:
             self.wishes["heard"] += 1
         return wish
 
-    def _stop(self, request: Any) -> Stop:
-        from vllm.v1.request import RequestStatus
-
-        if request.status == RequestStatus.FINISHED_LENGTH_CAPPED:
-            return Stop.LENGTH
-        if request.status != RequestStatus.FINISHED_STOPPED:
-            return Stop.UNKNOWN
-        if self.tool_tokens and not self.tool_tokens.isdisjoint(request.output_token_ids):
-            return Stop.TOOL_CALL
-        return Stop.END_TURN
-
 
 def _is_plain(retention: Retention) -> bool:
     return all(part.grant == retention.decoded.grant for part in retention.ranges)
-
-
-def _extra(request: Any) -> dict[str, Any]:
-    params = request.sampling_params or request.pooling_params
-    extra: dict[str, Any] | None = getattr(params, "extra_args", None) or getattr(
-        params, "extra_kwargs", None
-    )
-    return extra or {}

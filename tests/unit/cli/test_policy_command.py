@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 from vllm_ext import __version__
 from vllm_ext.cli import main
 from vllm_ext.cli.render import print_error, print_rows
-from vllm_ext.policy import PolicyError, explain_tenant, load_policy, parse_policy
+from vllm_ext.policy import PolicyError, PolicyStore, explain_tenant, load_policy, parse_policy
 
 pytestmark = pytest.mark.unit
 
@@ -39,8 +39,9 @@ def test_check_is_quiet_about_what_is_right() -> None:
     assert result.exit_code == 0
     first, second = result.stdout.splitlines()
     tenancy = "2 tenants, 2 trust domains, 1 shared prefix, unknown: isolate"
-    assert first == f"{DEMO}: ok ({tenancy}; retention: lru, 1 rule)"
-    assert second.endswith("unknown: public)")
+    digest = load_policy(DEMO).digest
+    assert first == f"{DEMO}: ok ({tenancy}; retention: lru, 1 rule), digest {digest}"
+    assert second.endswith(f"unknown: public), digest {load_policy(POLICIES / 'default.yaml').digest}")
 
 
 def test_check_lists_all_errors_of_all_files_with_carets(tmp_path: Path) -> None:
@@ -65,7 +66,7 @@ def test_check_lists_all_errors_of_all_files_with_carets(tmp_path: Path) -> None
         "     unknown: reject",
         "    ^",
         f"{tmp_path / 'three.yaml'}: there is no such file "
-        "(check the path given to --policy or VLLM_EXT_POLICY)",
+        "(check the path; a relative one starts at the current folder)",
     ]
 
 
@@ -75,6 +76,28 @@ def test_check_without_secrets() -> None:
     assert result.exit_code == 2
     assert "has 5 bytes" in result.stderr
     assert run("policy", "check", "--no-secrets", saas).exit_code == 0
+
+
+def test_check_prints_the_digest_that_the_server_shows(tmp_path: Path) -> None:
+    (tmp_path / "prompt.txt").write_text("first")
+    file = tmp_path / "p.yaml"
+    prefixes = "[{name: p, domains: all, file: prompt.txt}]"
+    file.write_text(f"version: 1\ntenancy: {{salt_secret: env:S, shared_prefixes: {prefixes}}}")
+    env = {"S": "salt-secret-0123456789"}
+
+    def shown(*options: str) -> str:
+        result = run("policy", "check", str(file), *options, env=env)
+        match = re.fullmatch(r".*: ok \(.*\), digest ([0-9a-f]{64})\n", result.stdout)
+        assert match is not None
+        return match[1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("S", env["S"])
+        assert shown() == PolicyStore(file).current.digest
+    assert shown("--no-secrets") == shown()
+    before = shown()
+    (tmp_path / "prompt.txt").write_text("second")
+    assert shown() != before
 
 
 def test_explain() -> None:

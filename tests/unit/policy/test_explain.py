@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from vllm_ext.policy import ExplainRow, PolicySnapshot, explain_tenant, key_digest, parse_policy
+from vllm_ext.tenancy.salt import ModelIdentity
 
 pytestmark = pytest.mark.unit
 
@@ -24,8 +27,13 @@ tenancy:
     - {name: greeting, domains: all, text: hi}
 admin: {api_keys: [env:ADMIN]}
 """
-GATEWAY = "  gateway: {secret: env:SALT, unlisted_tenants: own_domain}\n"
-ENVIRONMENT = {"SALT": "salt-0123456789abcdef", "ACME": "acme-key-0123", "ADMIN": "admin-key-0123"}
+GATEWAY = "  gateway: {secret: env:GATE, unlisted_tenants: own_domain}\n"
+ENVIRONMENT = {
+    "SALT": "salt-0123456789abcdef",
+    "GATE": "gate-0123456789abcdef",
+    "ACME": "acme-key-0123456",
+    "ADMIN": "admin-key-0123456",
+}
 
 
 def load(text: str = TEXT) -> PolicySnapshot:
@@ -57,6 +65,23 @@ def test_listed_tenant() -> None:
     assert "only narrows" in values(rows, "client's cache_salt")[0][0]
     assert values(rows, "requests without identity") == [("reject: refused with 401", 4)]
     assert values(rows, "salt secret") == [("set, from env:SALT", 3)]
+    identity = [
+        "model",
+        "revision",
+        "tokenizer",
+        "tokenizer revision",
+        "dtype",
+        "KV dtype",
+        "quantisation",
+        "LoRA set-up",
+        "vLLM version",
+    ]
+    assert len(identity) == len(dataclasses.fields(ModelIdentity)), "each part of a salt is named"
+    assert values(rows, "model identity in salts") == [(", ".join(identity), None)]
+    named = TEXT.replace("  unknown: reject\n", "  unknown: reject\n  model_id: m7\n")
+    rows = explain_tenant(load(named), "acme")
+    stands_for = f"m7 (stands for {', '.join(identity[:4])}), {', '.join(identity[4:])}"
+    assert values(rows, "model identity in salts") == [(stands_for, 5)]
 
 
 def test_tenant_that_nothing_identifies() -> None:
@@ -75,7 +100,7 @@ def test_misspelt_tenant_gets_the_nearest_name_and_the_rule() -> None:
 
 def test_signed_tenant_that_is_not_listed() -> None:
     rows = explain_tenant(with_gateway(), "initech")
-    assert values(rows, "identified by") == [("signed gateway header (secret from env:SALT)", 5)]
+    assert values(rows, "identified by") == [("signed gateway header (secret from env:GATE)", 5)]
     assert values(rows, "trust domain") == [("initech (its own; unlisted_tenants: own_domain)", 5)]
     assert values(rows, "shared prefix") == [("greeting (text), with all tenants", 15)]
     # A listed domain of the same name is another domain.
@@ -94,10 +119,10 @@ def test_signed_tenant_under_the_rule_for_the_unknown() -> None:
 @pytest.mark.parametrize(
     ("key", "tenant", "value"),
     [
-        ("acme-key-0123", "acme", "identifies acme (tenancy.tenants.acme.api_keys[0])"),
-        ("acme-key-0123", None, "identifies acme (tenancy.tenants.acme.api_keys[0])"),
-        ("acme-key-0123", "globex", "identifies acme, NOT globex (tenancy.tenants.acme.api_keys[0])"),
-        ("admin-key-0123", None, "an admin's, it identifies no tenant"),
+        ("acme-key-0123456", "acme", "identifies acme (tenancy.tenants.acme.api_keys[0])"),
+        ("acme-key-0123456", None, "identifies acme (tenancy.tenants.acme.api_keys[0])"),
+        ("acme-key-0123456", "globex", "identifies acme, NOT globex (tenancy.tenants.acme.api_keys[0])"),
+        ("admin-key-0123456", None, "an admin's, it identifies no tenant"),
         ("nobody's", None, "not known: no tenant has this key"),
     ],
 )
@@ -122,7 +147,7 @@ def test_secrets_and_keys_are_not_in_any_row() -> None:
     for snapshot in (load(), with_gateway()):
         for tenant in ("acme", "globex", "initech", None):
             shown = repr(
-                explain_tenant(snapshot, tenant, key_source="$K", key_digest=key_digest(b"acme-key-0123"))
+                explain_tenant(snapshot, tenant, key_source="$K", key_digest=key_digest(b"acme-key-0123456"))
             )
             for secret in ENVIRONMENT.values():
                 assert secret not in shown

@@ -18,7 +18,7 @@ from vllm_ext.policy.translate import VOCABULARY
 
 pytestmark = pytest.mark.unit
 
-KEY = "sha256:" + hashlib.sha256(b"key-one").hexdigest()
+KEY = "sha256:" + hashlib.sha256(b"key-one-0123456789").hexdigest()
 SECRET = "0123456789abcdef-secret"
 
 
@@ -30,7 +30,7 @@ def problems(text: str, **options: object) -> list[str]:
 
 def test_everything_that_a_policy_can_say(tmp_path: Path) -> None:
     (tmp_path / "prompt.txt").write_text("from a file", "utf-8")
-    (tmp_path / "key").write_text("key-two\n")
+    (tmp_path / "key").write_text("key-two-0123456789\n")
     snapshot = parse_policy(
         f"""
 version: 1
@@ -43,7 +43,7 @@ tenancy:
       domain: shared
       api_keys: [{KEY}, file:key]
     globex: {{}}
-  gateway: {{secret: env:SALT, replay_window: 5m, max_body: 1MiB, unlisted_tenants: unknown}}
+  gateway: {{secret: env:GATE, replay_window: 5m, max_body: 1MiB, unlisted_tenants: unknown}}
   shared_prefixes:
     - {{name: a, domains: [shared, globex], text: hello}}
     - {{name: b, domains: all, file: prompt.txt}}
@@ -53,7 +53,7 @@ metrics: {{max_tenant_labels: 7}}
 """,
         source="p.yaml",
         base_dir=tmp_path,
-        environ={"SALT": SECRET, "ADMIN": "admin-key"},
+        environ={"SALT": SECRET, "GATE": SECRET[::-1], "ADMIN": "admin-key-0123456789"},
     )
     tenancy = snapshot.policy.tenancy
     assert tenancy is not None
@@ -64,12 +64,12 @@ metrics: {{max_tenant_labels: 7}}
         7,
     )
     assert (tenancy.gateway.replay_window, tenancy.gateway.max_body) == (300.0, 2**20)
-    assert snapshot.salt_secret == snapshot.gateway_secret == SECRET.encode()
+    assert (snapshot.salt_secret, snapshot.gateway_secret) == (SECRET.encode(), SECRET[::-1].encode())
     assert dict(snapshot.key_digests) == {
-        hashlib.sha256(b"key-one").digest(): "acme",
-        hashlib.sha256(b"key-two").digest(): "acme",
+        hashlib.sha256(b"key-one-0123456789").digest(): "acme",
+        hashlib.sha256(b"key-two-0123456789").digest(): "acme",
     }
-    assert snapshot.admin_digests == {hashlib.sha256(b"admin-key").digest()}
+    assert snapshot.admin_digests == {hashlib.sha256(b"admin-key-0123456789").digest()}
     assert dict(snapshot.shared_texts) == {"a": "hello", "b": "from a file"}
     assert [prefix.domains for prefix in tenancy.shared_prefixes] == [("shared", "globex"), "all", "all"]
     assert (snapshot.domain_of("acme"), snapshot.domain_of("globex")) == ("shared", "globex")
@@ -208,7 +208,7 @@ tenancy:
 admin: {{api_keys: [{KEY}]}}
 """
     with pytest.raises(PolicyError) as caught:
-        parse_policy(text, environ={"K": "key-one"})
+        parse_policy(text, environ={"K": "key-one-0123456789"})
     first, second = caught.value.problems
     assert (first.field, first.message) == (
         "tenancy.tenants.b.api_keys[0]",
@@ -216,6 +216,54 @@ admin: {{api_keys: [{KEY}]}}
     )
     assert second.field == "admin.api_keys[0]"
     assert "tenant's" in str(second)
+
+
+def test_a_tenant_is_not_a_domain() -> None:
+    text = """version: 1
+tenancy:
+  tenants: {retail: {domain: bank}, wealth: {domain: bank}}
+  shared_prefixes: [{name: x, domains: [retail], text: t}]
+"""
+    assert problems(text) == [
+        "p.yaml:4:41: tenancy.shared_prefixes[0].domains[0]: "
+        "`retail` is a tenant; its trust domain is `bank`: write `bank`"
+    ]
+    # The name of a tenant that is also another tenant's domain is a domain.
+    assert parse_policy(text.replace("wealth: {domain: bank}", "wealth: {domain: retail}"))
+
+
+def test_gateway_and_salts_need_two_secrets() -> None:
+    text = "version: 1\ntenancy:\n  salt_secret: env:A\n  gateway: {secret: env:%s}\n"
+    for other in "AB":  # the same reference, and another one to the same value
+        with pytest.raises(PolicyError) as caught:
+            parse_policy(text % other, environ={"A": SECRET, "B": SECRET + "\n"})
+        (problem,) = caught.value.problems
+        assert problem.field == "tenancy.gateway.secret"
+        assert "line 3's salt_secret: the gateway would hold the key that signs stamps" in problem.message
+        assert SECRET not in f"{caught.value} {caught.value!r}"
+    assert parse_policy(text % "B", environ={"A": SECRET, "B": SECRET[::-1]}).gateway_secret
+    with pytest.raises(PolicyError, match="the same value"):
+        parse_policy(text % "A", environ={}, resolve_secrets=False)
+    assert parse_policy(text % "B", environ={}, resolve_secrets=False)
+
+
+@pytest.mark.parametrize("secret", ["salt_secret: env:S", "gateway: {secret: env:S}"])
+@pytest.mark.parametrize("key", ["env:K", "sha256:" + hashlib.sha256(SECRET.encode()).hexdigest()])
+def test_a_key_is_no_secret(secret: str, key: str) -> None:
+    text = f"""version: 1
+tenancy:
+  {secret}
+  tenants: {{a: {{api_keys: [%s]}}}}
+admin: {{api_keys: [%s]}}
+"""
+    for where, keys in (("tenancy.tenants.a.api_keys[0]", (key, KEY)), ("admin.api_keys[0]", (KEY, key))):
+        with pytest.raises(PolicyError) as caught:
+            parse_policy(text % keys, environ={"S": SECRET, "K": SECRET})
+        (problem,) = caught.value.problems
+        assert problem.field == where
+        assert "the same value as line 3's" in problem.message
+        assert SECRET not in f"{caught.value} {caught.value!r}"
+    assert parse_policy(text % (KEY, key), environ={"S": SECRET[::-1], "K": SECRET})
 
 
 def test_secrets_may_be_left_unresolved() -> None:
@@ -387,7 +435,13 @@ _SECRETS = st.builds("{}Zq9vXw3kTy7mPb5cRd{}".format, _PRINTABLE, _PRINTABLE).fi
 def test_resolved_secrets_are_never_shown(salt: str, gateway: str, key: str) -> None:
     tenancy = "{salt_secret: env:A, gateway: {secret: env:B}, tenants: {t: {api_keys: [env:C]}}}"
     text = f"version: 1\ntenancy: {tenancy}"
-    snapshot = parse_policy(text, environ={"A": salt, "B": gateway, "C": key})
+    environ = {"A": salt, "B": gateway, "C": key}
+    if len(set(environ.values())) < 3:  # one value in two places is refused
+        with pytest.raises(PolicyError) as caught:
+            parse_policy(text, environ=environ)
+        assert "Zq9vXw3kTy7mPb5cRd" not in f"{caught.value!r} {caught.value}"
+        return
+    snapshot = parse_policy(text, environ=environ)
     policy = snapshot.policy
     shown = f"{snapshot!r} {snapshot} {policy!r} {policy} {policy.model_dump()} {snapshot.digest}"
     for secret in (salt, gateway, key):

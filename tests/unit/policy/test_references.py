@@ -91,6 +91,19 @@ def test_secret_that_cannot_be_had(
     assert "fifteen-bytes" not in caught.value.message
 
 
+@pytest.mark.parametrize("kind", ["env", "file"])
+def test_key_that_can_be_guessed(kind: str, tmp_path: Path) -> None:
+    for key in ("fifteen-chars-x", "é" * 15):
+        (tmp_path / "K").write_text(key + "\n", "utf-8")
+        with pytest.raises(ReferenceProblem, match="has 15 characters, at least 16") as caught:
+            resolve_key(parse_key_reference(f"{kind}:K"), tmp_path, {"K": key})
+        assert key not in f"{caught.value.message} {caught.value.hint}"
+    key = "sixteen-chars-xx"
+    (tmp_path / "K").write_text(key)
+    found = resolve_key(parse_key_reference(f"{kind}:K"), tmp_path, {"K": key})
+    assert found == hashlib.sha256(key.encode()).digest()
+
+
 @pytest.mark.parametrize(
     ("value", "words"), [("", "is empty"), ("two words", "white space"), ("a\nb", "white space")]
 )

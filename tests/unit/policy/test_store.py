@@ -88,9 +88,78 @@ def test_invalid_keeps_the_old_one(
     assert result.message == store.last_error
     assert str(file) in result.message
     assert len(caplog.records) == 1, "the same error is logged once"
+    caplog.clear()
     file.write_text(BASE)
-    assert store.reload().outcome == "unchanged"
-    assert store.last_error is None
+    with caplog.at_level(logging.INFO, "vllm_ext.policy"):
+        mended = store.reload()
+        store.reload()
+    assert (mended.outcome, store.last_error) == ("unchanged", None)
+    (record,) = caplog.records
+    assert record.levelno == logging.INFO
+    assert record.getMessage() == mended.message
+    assert mended.message == f"policy file is sound again, {before.digest[:12]} in force"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (("globex: {}", "treasury: {}"), "+1 tenant treasury, -1 tenant globex"),
+        (("unknown: isolate", "unknown: reject"), "unknown: isolate -> reject"),
+        (("{class: low}", "{class: low, tenants: [acme]}"), "retention rules changed"),
+        (("priority: 9", "priority: 8"), "retention classes changed"),
+        (("max_share: 50%", "max_share: 60%"), "retention shares changed"),
+        (("allow: never", "allow: clamped"), "retention client wishes changed"),
+        (("retention:\n", "retention:\n  default: {priority: 40}\n"), "retention default changed"),
+        (("acme: {}", "acme: {domain: corp}"), "domain of acme: acme -> corp"),
+        (("acme: {}", f"acme: {{api_keys: ['sha256:{'7' * 64}']}}"), "API keys of acme changed"),
+        (("replay_window: 30s", "replay_window: 1m"), "gateway.replay_window: 30.0 s -> 60.0 s"),
+        (("file:gate", "file:gate2"), "gateway.secret changed"),
+        (("  gateway: {secret: file:gate, replay_window: 30s}\n", ""), "gateway removed"),
+        (("text: hi", "text: ho"), "shared prefix greeting changed"),
+        (("name: greeting", "name: hail"), "+1 shared prefix hail, -1 shared prefix greeting"),
+        (("trusted_connectors: [A]", "trusted_connectors: []"), "trusted_connectors changed"),
+        (("admin: {}", f"admin: {{api_keys: ['sha256:{'7' * 64}']}}"), "admin keys changed"),
+        (("metrics: {}", "metrics: {max_tenant_labels: 7}"), "metrics.max_tenant_labels: 100 -> 7"),
+        (("version: 1", "version: 1  # one"), "comments or layout only"),
+        (
+            ("globex: {}", ", ".join(f"t{index}: {{}}" for index in range(7))),
+            "+7 tenants t0 t1 t2 t3 t4 and 2 more, -1 tenant globex",
+        ),
+    ],
+)
+def test_a_reload_says_what_changed(
+    tmp_path: Path, change: tuple[str, str], words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = """version: 1
+tenancy:
+  unknown: isolate
+  tenants: {acme: {}, globex: {}}
+  trusted_connectors: [A]
+  gateway: {secret: file:gate, replay_window: 30s}
+  shared_prefixes: [{name: greeting, domains: all, text: hi}]
+retention:
+  classes: {low: {priority: 9}}
+  rules: [{class: low}]
+  tenants: {acme: {max_share: 50%}}
+  client_wishes: {allow: never}
+admin: {}
+metrics: {}
+"""
+    for name in ("gate", "gate2"):
+        (tmp_path / name).write_text(f"{name}-secret-0123456789")
+    file = tmp_path / "p.yaml"
+    file.write_text(text)
+    store = PolicyStore(file)
+    before = store.current.digest
+    assert change[0] in text
+    file.write_text(text.replace(*change))
+    with caplog.at_level(logging.INFO, "vllm_ext.policy"):
+        result = store.reload()
+    assert result.outcome == "reloaded", result.message
+    (record,) = caplog.records
+    assert (record.levelno, record.getMessage()) == (logging.INFO, result.message)
+    digests = f"{store.current.digest[:12]} in force, before it {before[:12]}"
+    assert result.message == f"policy reloaded: {digests}: {words}"
 
 
 @pytest.mark.parametrize(
@@ -135,12 +204,12 @@ def test_another_value_behind_the_salt_secret_is_refused_and_not_told(store: Pol
 
 
 def test_a_rotated_key_behind_a_reference_is_reloaded(tmp_path: Path) -> None:
-    (tmp_path / "key").write_text("old-key")
+    (tmp_path / "key").write_text("old-key-0123456789")
     file = tmp_path / "p.yaml"
     file.write_text("version: 1\ntenancy: {tenants: {a: {api_keys: [file:key]}}}")
     store = PolicyStore(file)
     before = store.current
-    (tmp_path / "key").write_text("new-key")
+    (tmp_path / "key").write_text("new-key-0123456789")
     assert store.reload().outcome == "reloaded"
     assert store.current.key_digests != before.key_digests
     assert store.current.digest == before.digest
@@ -248,6 +317,89 @@ def test_watch_survives_an_invalid_file(store: PolicyStore, file: Path) -> None:
     file.write_text(BASE + "    globex: {}\n")
     eventually(lambda: tenants(store) == ["acme", "globex"])
     assert store.last_error is None
+
+
+def test_watch_survives_a_name_that_no_file_can_have(
+    store: PolicyStore, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt written under `file:` instead of `text:`: looking for it raises, and must not end the thread."""
+    monkeypatch.setattr("vllm_ext.policy.watching.POLL_SECONDS", 0.2)
+    store.start_watching()
+    long = "a prompt of many words " * 20
+    file.write_text(BASE + f"  shared_prefixes: [{{name: p, domains: all, file: '{long}'}}]\n")
+    eventually(lambda: store.last_error is not None)
+    time.sleep(0.5)
+    file.write_text(BASE + "    globex: {}\n")
+    eventually(lambda: tenants(store) == ["acme", "globex"])
+
+
+def test_whoever_follows_may_ask_to_be_called_again(
+    store: PolicyStore, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vllm_ext.policy.watching.POLL_SECONDS", 0.1)
+    calls: list[int] = []
+
+    def follow() -> None:
+        calls.append(1)
+        if len(calls) < 3:
+            raise RuntimeError("the engine did not answer")
+        store.reload()
+
+    store.start_watching(follow)
+    file.write_text(BASE + "    globex: {}\n")
+    eventually(lambda: tenants(store) == ["acme", "globex"])
+
+
+def test_the_watcher_reports_what_is_news_only(store: PolicyStore, file: Path) -> None:
+    """`on_result` feeds a counter: routine is not counted, and one bad edit is counted once."""
+    results: list[str] = []
+    looks: list[bool] = []
+    follow = store._follow
+
+    def counted() -> None:
+        follow()
+        looks.append(True)
+
+    store._follow = counted  # type: ignore[method-assign]
+    store.on_result.append(lambda result: results.append(result.outcome))
+
+    def looked_after(change: Callable[[], object], times: int = 1) -> None:
+        seen = len(looks)
+        change()
+        eventually(lambda: len(looks) >= seen + times)
+
+    (file.parent / "prompts").mkdir()
+    looked_after(store.start_watching)
+    looked_after(lambda: os.utime(file, (1, 1)))
+    assert results == []
+    bad = BASE + "  shared_prefixes: [{name: p, domains: all, file: prompts/p.txt}]\n"
+    looked_after(lambda: file.write_text(bad), times=2)  # the second with the missing file's folder
+    assert results == ["invalid"], "the same mistake, though another set of files is watched"
+    looked_after(lambda: os.utime(file, (1, 1)))
+    assert results == ["invalid"]
+    looked_after(lambda: file.write_text(BASE))
+    eventually(lambda: store.last_error is None)
+    assert results == ["invalid", "unchanged"]
+    file.write_text(BASE + "    globex: {}\n")
+    eventually(lambda: store.generation == 1)
+    eventually(lambda: results == ["invalid", "unchanged", "reloaded"])
+
+
+def test_the_watcher_does_not_repeat_what_a_post_has_reported(store: PolicyStore, file: Path) -> None:
+    results: list[str] = []
+    store.on_result.append(lambda result: results.append(result.outcome))
+    file.write_text("version: [")
+    store.report(store.check(store.read()))
+    store._follow()
+    assert results == ["invalid"]
+    store.reload()
+    store.report(store.check(store.read()))
+    assert results == ["invalid"] * 3, "whoever asks is told each time"
+    file.write_text(BASE)
+    store.apply(BASE)
+    store._follow()
+    assert store.apply(BASE).message == store.reload().message == "nothing has changed"
+    assert results == ["invalid"] * 3 + ["unchanged"] * 3
 
 
 def test_watch_follows_a_config_map_swap(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_ext.policy import parse_policy
-from vllm_ext.tenancy.authenticator import Authenticator, Credentials, KeyIndex, RequestLine
+from vllm_ext.tenancy.authenticator import AdminKeys, Authenticator, Credentials, KeyIndex, RequestLine
 from vllm_ext.tenancy.engine_side import EngineTenancy
 from vllm_ext.tenancy.gateway import SIGNATURE_HEADER, TENANT_HEADER, TIMESTAMP_HEADER, GatewayVerifier, sign
 from vllm_ext.tenancy.identity import DomainKind, IdentifiedBy, Identity, Rejection, TrustDomain
@@ -73,7 +73,7 @@ def test_the_bearer_token_may_be_vllms_own() -> None:
     both = Credentials([(b"authorization", b"Bearer vllm-own-key"), (b"x-api-key", b"acme-key")])
     assert identity(authenticator("reject"), both).tenant == "acme"
     admin = Credentials([(b"authorization", b"Bearer vllm-own-key"), (b"x-api-key", b"admin-key")])
-    assert authenticator().is_admin(admin)
+    assert AdminKeys([hashlib.sha256(b"admin-key").digest()]).hold(admin)
 
 
 def test_keys_of_two_tenants_are_no_identity() -> None:
@@ -113,7 +113,9 @@ def test_unlisted_tenants_may_be_unknown() -> None:
 
 def test_admins_are_not_tenants() -> None:
     who = authenticator()
-    assert who.is_admin(bearer("admin-key")) and not who.is_admin(bearer("acme-key"))
+    admins = AdminKeys([hashlib.sha256(b"admin-key").digest()])
+    assert admins.exist and admins.hold(bearer("admin-key")) and not admins.hold(bearer("acme-key"))
+    assert not AdminKeys([]).exist and not AdminKeys([]).hold(bearer("admin-key"))
     assert identity(who, bearer("admin-key")).tenant == "(unknown)"
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,9 @@ NEVER = 1 << 40
 _DEPTHS = 1 << 20  # depth fits below the next use in one sortable number
 
 
-def belady(trace: Trace, capacity: int, *, pin_running: bool = False, compiled: bool | None = None) -> Outcome:
+def belady(
+    trace: Trace, capacity: int, *, pin_running: bool = False, compiled: bool | None = None
+) -> Outcome:
     """Replay with knowledge of the future; see `replay` for the two modes.
 
     Args:
@@ -37,7 +40,9 @@ def belady(trace: Trace, capacity: int, *, pin_running: bool = False, compiled: 
     """
     keys, ends, prompts = _flat(trace, with_output=pin_running)
     kernel = _kernel(compiled)
-    hits, evicted = kernel(keys, ends, prompts, _next_uses(keys, ends, trace.num_keys), trace.num_keys, capacity, pin_running)
+    hits, evicted = kernel(
+        keys, ends, prompts, _next_uses(keys, ends, trace.num_keys), trace.num_keys, capacity, pin_running
+    )
     outcome = Outcome("belady", capacity, evictions={"belady": int(evicted)})
     for request, found in zip(trace.requests, hits.tolist(), strict=True):
         outcome.count(request.tenant, found, len(request.prompt))
@@ -72,7 +77,7 @@ def _kernel(compiled: bool | None) -> Callable[..., tuple[Longs, int]]:
     if compiled is False:
         return _replay
     try:
-        import numba
+        numba = import_module("numba")
     except ImportError:
         if compiled:
             raise
@@ -82,7 +87,13 @@ def _kernel(compiled: bool | None) -> Callable[..., tuple[Longs, int]]:
 
 
 def _replay(
-    keys: Longs, ends: Longs, prompts: Longs, next_uses: Longs, num_keys: int, capacity: int, pin_running: bool
+    keys: Longs,
+    ends: Longs,
+    prompts: Longs,
+    next_uses: Longs,
+    num_keys: int,
+    capacity: int,
+    pin_running: bool,
 ) -> tuple[Longs, int]:
     """Hits of each request, and evictions.
 

@@ -46,5 +46,5 @@ class Outcome:
 
 
 def gap_closed(ours: float, lru: float, belady: float) -> float | None:
-    """(ours - LRU) / (Belady - LRU) of hit ratios; None where LRU leaves nothing to gain (below 0.1 point)."""
+    """(ours - LRU) / (Belady - LRU) of hit ratios; None where the gap is below 0.1 point."""
     return (ours - lru) / (belady - lru) if belady - lru >= 1e-3 else None

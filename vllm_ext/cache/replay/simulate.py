@@ -57,7 +57,9 @@ class Pool:
         if excess > 0:
             victims = self.queue.pop_n(excess)
             for block in victims:
-                self.block_of[self.key_of[block]] = -1
+                key = self.key_of[block]
+                if self.block_of[key] == block:  # else another block has it by now
+                    self.block_of[key] = -1
                 self.key_of[block] = -1
             self.free.extend(victims)
             count -= excess - len(victims)
@@ -158,7 +160,7 @@ def _finish(pool: Pool, item: _Running, hints: bool) -> None:
     output: list[int] = []
     if len(keys) == len(request.prompt):
         for key in request.output:
-            if pool.block_of[key] >= 0:  # type: ignore[index, call-overload]
+            if pool.block_of[key] >= 0:  # type: ignore[call-overload]
                 break
             output.append(key)  # type: ignore[arg-type]
     output = output[: pool.make_room(len(output))]

@@ -13,7 +13,7 @@ from bisect import bisect_right
 from vllm_ext.cache.order import Arrival, Stop
 
 AGES = (0, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 4096)
-"""Lower edges of the age bands in seconds. Finer than powers of two where conversations pause (30 to 500 s)."""
+"""Lower edges of the age bands, seconds. Finer than powers of two where conversations pause (30 to 500 s)."""
 BANDS = len(AGES)
 
 HITS = 3  # 0, 1, 2 and more

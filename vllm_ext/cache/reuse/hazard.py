@@ -5,9 +5,8 @@ For every class and age band: how many blocks reached the band (`entered`) and h
 so the count does not depend on what the cache happened to keep.
 
 The worth of keeping a block is its best ratio of hits to residency over all times one might hold it: the
-Gittins index of a job whose reward is a hit, computed as the steepest slope of a convex hull. Evicting what is
-worth least per unit of residency is the idea of LHD (Beckmann, Chen and Cidon, NSDI '18), which uses the plain
-ratio at the actual eviction age instead.
+Gittins index of a job whose reward is a hit. Evicting what is worth least per unit of residency is the idea
+of LHD (Beckmann, Chen and Cidon, NSDI '18), which takes the ratio over the whole life of a block instead.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ PRIOR = 1.0
 SHAPE = 3.0
 """PRIORs at which a kind's hits in one band count as much as its hits over all bands."""
 COVERED = 0.98
-"""Bands older than the age by which this share of all reuse has happened are worth nothing: there LRU rules."""
+"""Bands older than the age by which this share of all reuse happened are worth nothing: there LRU rules."""
 
 CHUNK = 64  # classes per step
 
@@ -104,9 +103,7 @@ def _hazards(
 
 
 def _shrunk(hits: Floats, entered: Floats, guess: Floats, strength: float) -> Floats:
-    result: Floats = np.minimum(
-        (hits + strength * np.minimum(guess, 0.95)) / (entered + strength), 1.0
-    )
+    result: Floats = np.minimum((hits + strength * np.minimum(guess, 0.95)) / (entered + strength), 1.0)
     return result
 
 
@@ -118,7 +115,7 @@ def _covered(hits_by_band: Floats) -> int:
 
 
 def _gittins(hazard: Floats) -> Floats:
-    """Steepest slope from the start of each band to any later one, of hits over residency. (classes, BANDS)"""
+    """(classes, BANDS): steepest slope of hits over residency, from each band's start to any later one's."""
     alive = np.cumprod(1.0 - hazard, axis=1)
     reached = np.concatenate([np.ones((len(hazard), 1)), alive[:, :-1]], axis=1)
     # A hit within a band falls on its middle on average.

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from math import inf
 
-from vllm_ext.cache.order import Arrival
+from vllm_ext.cache.order import Arrival, Departure
 from vllm_ext.cache.reuse.classes import AGES, BANDS, smoothed_pace
+from vllm_ext.cache.reuse.duel import Duel
 from vllm_ext.cache.reuse.hazard import HazardTable, no_worth
 from vllm_ext.cache.reuse.queue import ReuseQueue
 from vllm_ext.cache.reuse.segment import Segment
 
 GHOSTS = 3.0
-"""Evicted blocks followed on, as a multiple of the capacity. With 1 the estimate is blind where it matters."""
+"""Evicted blocks followed on, as a multiple of the capacity (ghosts as in 2Q and ARC, but to count what would
+have been hit, not to steer by). With 1 the estimate is blind to all reuse that the cache misses."""
 MIN_GHOSTS = 8192
-"""Ghosts at least: they cost a small cache little, and without them it sees only reuse that is about to come."""
+"""Ghosts at least: they cost little, and a small cache sees only the reuse that is about to come without."""
 MEMORY = 20.0
 """Half-life of the counts, in capacities' worth of blocks requested."""
 MIN_REQUESTS = 20
@@ -22,7 +25,12 @@ MIN_REQUESTS = 20
 TICK = 0.5
 """Seconds between two looks at the ages."""
 PROMOTIONS = 48
-"""Segments moved to the next age band per call, at most: this bounds the work, the rest waits for the next."""
+"""Segments moved to the next age band per call, at most: this bounds the work, the rest waits."""
+
+NEW = 3
+"""In `hits_of`: the block came into the cache and has not been given back yet."""
+SEVERAL = -1
+"""In `owner_of`: more than one session used the block."""
 
 
 class ReuseOrder:
@@ -38,17 +46,19 @@ class ReuseOrder:
     def __init__(self, num_blocks: int, capacity: int | None = None) -> None:
         self.num_blocks = num_blocks
         self.capacity = capacity or num_blocks
-        self.evictions = {"estimate": 0, "lru": 0, "ended": 0, "empty": 0}
-        # Facts by block id. A key of None marks a block that holds nothing.
+        self.evictions = {"estimate": 0, "lru": 0, "ended": 0, "empty": 0, "orphaned": 0}
+        # Facts by block id.
         self.segment_of: list[Segment | None] = [None] * num_blocks
         self.key_of: list[Hashable | None] = [None] * num_blocks
         self.parent_of = [-1] * num_blocks
         self.children = [0] * num_blocks  # cached children
-        self.hits_of = bytearray(num_blocks)  # 0, 1, 2 and more
-        self.owner_of = [0] * num_blocks  # 0 nobody named, -1 several
+        self.hits_of = bytearray([NEW]) * num_blocks  # 0, 1, 2 and more, or NEW
+        self.owner_of = [0] * num_blocks  # 0 nobody named, or SEVERAL
+        self._owned = False  # somebody named an owner once
 
         self.ghosts: OrderedDict[Hashable, Segment] = OrderedDict()  # oldest first
         self.table = HazardTable()
+        self.duel = Duel(self.capacity)
         self.worth: list[float] | None = None  # by row; None: nothing learned, plain LRU
         self.estimates = 0
         self.stamp = 0.0
@@ -90,6 +100,9 @@ class ReuseOrder:
             arrival.past_hits[index] = min(segment.hits + 1, 2)
             self.table.hits[segment.row + segment.band] += 1.0
             segment.tracked -= 1
+            if segment.recent:
+                self.duel.held -= 1
+                self.duel.lru += 1
             if unbroken:
                 arrival.known = index + 1
                 last = segment
@@ -103,57 +116,127 @@ class ReuseOrder:
         self.now = now
         if now < self._next_tick:
             return
-        budget = PROMOTIONS
+        budget, entered = PROMOTIONS, self.table.entered
         for band in range(BANDS - 2, -1, -1):
             waiting, edge = self._ages[band], now - AGES[band + 1]
+            beyond = now - AGES[band + 2] if band + 2 < BANDS else -inf
             while waiting and waiting[0].time <= edge:
                 segment = waiting.popleft()
-                if segment.tracked:
-                    self._promote(segment)
-                    budget -= 1
-                    if not budget:
-                        return
+                if not segment.tracked:
+                    continue
+                reached = band + 1
+                entered[segment.row + reached] += segment.tracked
+                if segment.time <= beyond:  # nobody called for a while: it entered those that it skips, too
+                    reached = self._skip(segment, reached)
+                segment.band = reached
+                self._ages[reached].append(segment)
+                if segment.live:
+                    segment.queue.enlist(segment)
+                budget -= 1
+                if not budget:
+                    return
         self._next_tick = now + TICK
+
+    def _skip(self, segment: Segment, band: int) -> int:
+        age = self.now - segment.time
+        while band < BANDS - 1 and age >= AGES[band + 1]:
+            band += 1
+            self.table.entered[segment.row + band] += segment.tracked
+        return band
 
     def enter(self, segment: Segment) -> None:
         """A new segment, at age 0."""
         self.table.entered[segment.row] += segment.tracked
         self._ages[0].append(segment)
+        self.duel.push(segment)
 
-    def _promote(self, segment: Segment) -> None:
-        segment.band = band = segment.band + 1
-        self.table.entered[segment.row + band] += segment.tracked
-        self._ages[band].append(segment)
-        if segment.live:
-            segment.queue.enlist(segment)
+    def adopt(self, departure: Departure, start: int, stop: int) -> bytes:
+        """Notes facts of blocks that come for the first time since they were filled; past hits of all of them
+        (`departure.blocks[start:stop]`).
+        """
+        blocks, keys = departure.blocks, departure.keys
+        hits_of, past = self.hits_of, departure.arrival.past_hits
+        hits = bytearray(map(hits_of.__getitem__, blocks[start:stop]))
+        place = hits.find(NEW)
+        while place >= 0:
+            index = start + place
+            block = blocks[index]
+            hits_of[block] = hits[place] = past.get(index, 0)
+            self.key_of[block] = keys[index]
+            self.owner_of[block] = departure.owner
+            if index:
+                parent = self.parent_of[block] = blocks[index - 1]
+                self.children[parent] += 1
+            place = hits.find(NEW, place + 1)
+        if departure.owner or self._owned:
+            self._owned = True
+            owner_of, owner = self.owner_of, departure.owner
+            for block in blocks[start:stop]:
+                if owner_of[block] != owner:
+                    owner_of[block] = SEVERAL
+        return bytes(hits)
 
-    def evict(self, block: int, segment: Segment) -> None:
-        """`block`, the deepest of `segment`, leaves the cache and is followed on as a ghost."""
-        self.segment_of[block] = None
-        segment.live -= 1
-        key, self.key_of[block] = self.key_of[block], None
-        self.ghosts[key] = segment
-        self.hits_of[block] = 0
-        parent = self.parent_of[block]
-        if parent >= 0:
-            self.parent_of[block] = -1
-            self.children[parent] -= 1
-            if not self.children[parent]:
-                above = self.segment_of[parent]
-                if above is not None and above.parked:
-                    above.queue.unpark(above)
+    def evict(self, blocks: Sequence[int], segment: Segment) -> None:
+        """`blocks`, the deepest of `segment`, leave the cache and are followed on as its ghosts."""
+        ghosts, key_of, hits_of = self.ghosts, self.key_of, self.hits_of
+        parent_of, children, segment_of = self.parent_of, self.children, self.segment_of
+        for block in blocks:
+            ghosts[key_of[block]] = segment
+            hits_of[block] = NEW
+            parent = parent_of[block]
+            if parent >= 0:
+                parent_of[block] = -1
+                left = children[parent] = children[parent] - 1
+                if not left:
+                    above = segment_of[parent]
+                    if above is not None and above.parked:
+                        above.queue.unpark(above)
+        segment.live -= len(blocks)
+
+    def orphan(self, block: int) -> None:
+        """Cut `block` from its cached children: it is evicted before them. Slow, and only where queues are
+        drained against the order of the chains.
+        """
+        place = -1
+        for _ in range(self.children[block]):
+            place = self.parent_of.index(block, place + 1)
+            self.parent_of[place] = -1
+        self.children[block] = 0
+
+    def forget(self, blocks: Iterable[int]) -> None:
+        """The contents of `blocks` are void, and so is what was known about evicted ones."""
+        for block in blocks:
+            segment = self.segment_of[block]
+            if segment is not None:
+                self.segment_of[block] = None
+                segment.live -= 1
+                segment.tracked -= 1
+                self.duel.held -= segment.recent
+            self.hits_of[block] = NEW
+            parent = self.parent_of[block]
+            if parent >= 0:
+                self.parent_of[block] = -1
+                self.children[parent] -= 1
+        for segment in self.ghosts.values():
+            segment.tracked -= 1
+            self.duel.held -= segment.recent
+        self.ghosts.clear()
 
     def trim_ghosts(self) -> None:
-        limit = max(GHOSTS * self.capacity, MIN_GHOSTS)
-        ghosts = self.ghosts
-        entered = self.table.entered
-        while len(ghosts) > limit:
-            segment = ghosts.popitem(last=False)[1]
+        excess = len(self.ghosts) - int(max(GHOSTS * self.capacity, MIN_GHOSTS))
+        entered, oldest = self.table.entered, self.ghosts.popitem
+        held = 0
+        for _ in range(excess):
+            segment = oldest(last=False)[1]
             segment.tracked -= 1
+            if segment.recent:
+                held += 1
             # It left somewhere within the band: half of it was watched.
             entered[segment.row + segment.band] -= 0.5
+        self.duel.held -= held
 
     def _begin_estimate(self, fresh: int) -> None:
+        self.duel.judge(fresh)
         self.table.fade(0.5 ** (fresh / (MEMORY * self.capacity)))
         self._rows = no_worth() if self.worth is None else self.worth.copy()
         self._estimate = self.table.estimate(self._rows, self.typical)

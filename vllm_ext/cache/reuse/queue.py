@@ -14,8 +14,8 @@ from vllm_ext.cache.reuse.segment import Segment
 if TYPE_CHECKING:
     from vllm_ext.cache.reuse.order import ReuseOrder
 
-MARGIN = 0.8
-"""The safety switch: a victim other than LRU's must be worth less than this share of what LRU's is worth."""
+_EMPTY_SCORE = (-2.0, 0.0)
+_HIT_ONCE_MORE = bytes((1, 2, 2))
 
 
 class ReuseQueue:
@@ -46,58 +46,70 @@ class ReuseQueue:
                 if segment_of[block] is segment:
                     yield block
 
-    # -- blocks come and go -------------------------------------------------------------------------------
+    # -- blocks come and go --------------------------------------------------------------------------------
 
     def push(self, departure: Departure, start: int = 0, stop: int | None = None) -> None:
-        order = self._order
+        stop = len(departure.blocks) if stop is None else stop
+        if start >= stop:
+            return
+        order, arrival = self._order, departure.arrival
         order.tick(departure.time)
-        blocks, keys, arrival = departure.blocks, departure.keys, departure.arrival
-        segment_of, key_of, hits_of = order.segment_of, order.key_of, order.hits_of
-        stop = len(blocks) if stop is None else stop
-        num_prompt = departure.num_prompt
-        last = num_prompt - 1 if len(blocks) == num_prompt else -1
-        request = request_kind(arrival, num_prompt, order.typical)
+        order.stamp += 1.0
+        segment_of, hits_of = order.segment_of, order.hits_of
+        request = request_kind(arrival, departure.num_prompt, order.typical)
         feeling = mood(arrival, departure.stop, departure.output_tokens)
         pieces: list[Segment] = []
-        segment = None
-        current = -1
-        order.stamp += 1
-        for index in range(start, stop):
-            block = blocks[index]
-            if key_of[block] is None:
-                key_of[block] = keys[index]
-                order.owner_of[block] = departure.owner
-                if index in arrival.past_hits:
-                    hits_of[block] = arrival.past_hits[index]
-                if index:
-                    parent = order.parent_of[block] = blocks[index - 1]
-                    order.children[parent] += 1
-            elif order.owner_of[block] != departure.owner:
-                order.owner_of[block] = -1
-            if index >= num_prompt:
-                kind = DECODED
-            elif index == last:
-                kind = LAST
-            else:
-                kind = hits_of[block] * REQUESTS + request
-            label = kind * MOODS + feeling
-            if departure.ended and order.owner_of[block] == departure.owner:
-                label = ENDED
-            if label != current:
-                current = label
-                segment = Segment(
-                    self, label * BANDS, departure.time, arrival.pace, arrival.turns, hits_of[block], order.stamp
-                )
-                pieces.append(segment)
-            segment.blocks.append(block)
-            segment_of[block] = segment
+        for first, end, kind in self._runs(departure, start, stop):
+            blocks = list(departure.blocks[first:end])
+            hits = hits_of[blocks[0]]
+            if kind < 0:
+                kind = hits * REQUESTS + request
+            row = (kind * MOODS + feeling) * BANDS if kind != ENDED else ENDED * BANDS
+            segment = Segment(self, row, departure.time, hits, order.stamp, arrival, blocks)
+            for block in blocks:
+                segment_of[block] = segment
+            pieces.append(segment)
         self._length += stop - start
-        for segment in reversed(pieces):
-            segment.live = segment.tracked = len(segment.blocks)
+        line = self._line
+        for segment in reversed(pieces):  # the deepest dies first under LRU
             order.enter(segment)
-            self._line.append(segment)
+            line.append(segment)
             self.enlist(segment)
-        self._sweep()
+        while not line[0].live:
+            line.popleft()
+
+    def _runs(self, departure: Departure, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """Neighbours of one kind: (start, stop, kind), the kind -1 where past hits decide it.
+
+        Per block this does nothing but C-level scans: a long prompt is a handful of runs.
+        """
+        hits = self._order.adopt(departure, start, stop)
+        if departure.ended and departure.owner:
+            owner_of, owner = self._order.owner_of, departure.owner
+            private = bytes(owner_of[block] == owner for block in departure.blocks[start:stop])
+            # The session's own blocks are the tail behind what it shared.
+            shared_end = start + private.rfind(0) + 1
+            if shared_end < stop:
+                yield from self._runs_until(departure, hits, start, shared_end)
+                yield shared_end, stop, ENDED
+                return
+        yield from self._runs_until(departure, hits, start, stop)
+
+    def _runs_until(
+        self, departure: Departure, hits: bytes, start: int, stop: int
+    ) -> Iterator[tuple[int, int, int]]:
+        prompt_end = min(stop, departure.num_prompt)
+        last = prompt_end - 1 if prompt_end == len(departure.blocks) else prompt_end
+        place = start
+        while place < last:
+            rest = hits[place - start : last - start]
+            end = last - len(rest.lstrip(rest[:1]))
+            yield place, end, -1
+            place = end
+        if start <= last < prompt_end:
+            yield last, prompt_end, LAST
+        if max(start, departure.num_prompt) < stop:
+            yield max(start, departure.num_prompt), stop, DECODED
 
     def push_front(self, blocks: Sequence[int]) -> None:
         self._empty.extendleft(reversed(blocks))
@@ -109,102 +121,128 @@ class ReuseQueue:
     def remove_n(self, blocks: Sequence[int]) -> None:
         order = self._order
         segment_of, hits_of, booked = order.segment_of, order.hits_of, order.table.hits
+        lru = 0
         for block in blocks:
             segment = segment_of[block]
-            if segment is None:
+            if segment is None or segment.queue is not self:
                 raise KeyError(f"block {block} is not in this queue")
             segment_of[block] = None
             segment.live -= 1
             segment.tracked -= 1
+            if segment.recent:
+                lru += 1
             booked[segment.row + segment.band] += 1.0
-            if hits_of[block] < 2:
-                hits_of[block] += 1
-        self._length -= len(blocks)
+            hits_of[block] = _HIT_ONCE_MORE[hits_of[block]]
+            self._length -= 1
+        duel = order.duel
+        duel.held -= lru
+        duel.lru += lru
+        duel.ours += len(blocks)
 
-    # -- victims --------------------------------------------------------------------------------------------
+    def void(self) -> None:
+        """The cache was reset: all blocks here hold nothing now; they keep their order."""
+        blocks = list(self)
+        self._order.forget(blocks)
+        for waiting in (self._rings, self._heap, self._queued, self._line, self._empty):
+            waiting.clear()
+        self._empty.extend(blocks)
+
+    # -- victims -------------------------------------------------------------------------------------------
 
     def peek(self) -> Score | None:
         if self._empty:
-            return (-2.0, 0.0)
-        found = self._victim()
-        if found is None:
+            return _EMPTY_SCORE
+        if not self._length:
             return None
-        segment, _ = found
+        segment = self._victim()[0]
         worth = self._order.worth
         return (0.0 if worth is None else worth[segment.row + segment.band], segment.stamp)
 
     def pop_n(self, count: int) -> list[int]:
         order = self._order
+        count = min(count, self._length)
         victims: list[int] = []
         while self._empty and len(victims) < count:
             victims.append(self._empty.popleft())
         order.evictions["empty"] += len(victims)
-        segment_of, children = order.segment_of, order.children
+        segment_of, children, parent_of = order.segment_of, order.children, order.parent_of
         while len(victims) < count:
-            found = self._victim()
-            if found is None:
-                break
-            segment, cause = found
+            segment, cause = self._victim()
             blocks = segment.blocks
-            before = len(victims)
-            while segment.live and len(victims) < count:
+            taken: list[int] = []
+            wanted = min(count - len(victims), segment.live)
+            above = -1  # what the last one hung on: with that gone it may be a leaf
+            while len(taken) < wanted:
                 block = blocks[-1]
                 if segment_of[block] is segment:
-                    if children[block]:
-                        break
-                    order.evict(block, segment)
-                    victims.append(block)
+                    if children[block] > (block == above):
+                        if taken or cause != "orphaned":
+                            break
+                        order.orphan(block)
+                    segment_of[block] = None
+                    taken.append(block)
+                    above = parent_of[block]
                 blocks.pop()
-            order.evictions[cause] += len(victims) - before
+            order.evict(taken, segment)
+            order.evictions[cause] += len(taken)
+            victims += taken
         self._length -= len(victims)
         order.trim_ghosts()
         return victims
 
-    def _victim(self) -> tuple[Segment, str] | None:
-        """The segment whose deepest block is the next victim, and what chose it."""
-        line = self._line
-        while line and not line[0].live:
-            line.popleft()
-        if not line:
-            return None
-        oldest = line[0]
+    def _victim(self) -> tuple[Segment, str]:
+        """The segment whose deepest block is the next victim, and what chose it. The queue is not empty."""
+        oldest, cause = self._oldest()
         worth = self._order.worth
         if worth is None:
-            return oldest, "lru"
+            return oldest, cause
         if self._estimate != self._order.estimates:
             self._rebuild(worth)
         heap = self._heap
         while heap:
             least, row = heap[0]
-            segment = self._front(row)
-            if segment is None:
-                heappop(heap)
-                self._queued.discard(row)
-            elif least < 0.0:
-                return segment, "ended"
-            elif least < MARGIN * worth[oldest.row + oldest.band]:
-                return segment, "estimate"
-            else:
+            if least >= self._order.duel.margin * worth[oldest.row + oldest.band]:
                 break
-        return oldest, "lru"
+            segment = self._front(row)
+            if segment is not None:
+                return segment, "estimate" if least >= 0.0 else "ended"
+            heappop(heap)
+            self._queued.discard(row)
+        return oldest, cause
+
+    def _oldest(self) -> tuple[Segment, str]:
+        """LRU's choice. Its deepest block is a leaf unless children of it wait in other queues; then the
+        oldest that has a leaf, and if there is none, the oldest all the same: whoever needs a block gets one.
+        """
+        line = self._line
+        while not line[0].live:
+            line.popleft()
+        if self._has_leaf(line[0]):
+            return line[0], "lru"
+        for segment in line:
+            if segment.live and self._has_leaf(segment):
+                return segment, "lru"
+        return line[0], "orphaned"
+
+    def _has_leaf(self, segment: Segment) -> bool:
+        blocks, segment_of = segment.blocks, self._order.segment_of
+        while segment_of[blocks[-1]] is not segment:
+            blocks.pop()
+        return not self._order.children[blocks[-1]]
 
     def _front(self, row: int) -> Segment | None:
         """The oldest segment of a ring whose deepest block is a leaf; those that are not are parked."""
         ring = self._rings[row]
-        segment_of = self._order.segment_of
         while ring:
             segment = ring[0]
             if segment.live and segment.row + segment.band == row and not segment.parked:
-                blocks = segment.blocks
-                while segment_of[blocks[-1]] is not segment:
-                    blocks.pop()
-                if not self._order.children[blocks[-1]]:
+                if self._has_leaf(segment):
                     return segment
                 segment.parked = True
             ring.popleft()
         return None
 
-    # -- rings ----------------------------------------------------------------------------------------------
+    # -- rings ---------------------------------------------------------------------------------------------
 
     def enlist(self, segment: Segment) -> None:
         """Into the ring of its class and band, at the young end."""
@@ -220,11 +258,12 @@ class ReuseQueue:
         ring = self._rings.get(row)
         if ring is None:
             ring = self._rings[row] = deque()
-        if row not in self._queued:
-            worth = self._order.worth
-            if worth is not None:
-                heappush(self._heap, (worth[row], row))
-                self._queued.add(row)
+        while ring and not ring[0].live:
+            ring.popleft()
+        worth = self._order.worth
+        if worth is not None and row not in self._queued:
+            heappush(self._heap, (worth[row], row))
+            self._queued.add(row)
         return ring
 
     def _rebuild(self, worth: list[float]) -> None:
@@ -232,8 +271,3 @@ class ReuseQueue:
         self._queued = {row for row, ring in self._rings.items() if ring}
         self._heap = [(worth[row], row) for row in self._queued]
         heapify(self._heap)
-
-    def _sweep(self) -> None:
-        line = self._line
-        while line and not line[0].live:
-            line.popleft()

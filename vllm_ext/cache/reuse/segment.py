@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from vllm_ext.cache.order import Arrival
     from vllm_ext.cache.reuse.queue import ReuseQueue
 
 
@@ -23,25 +24,45 @@ class Segment:
             here if `ReuseOrder.segment_of` says so.
         live: unused blocks.
         tracked: unused blocks and ghosts, whose next hit is still awaited.
+        recent: LRU would still hold its blocks.
         parked: not in its ring, because its deepest block has cached children elsewhere.
     """
 
     __slots__ = (
-        "band", "blocks", "hits", "live", "pace", "parked", "queue", "row", "stamp", "time", "tracked", "turns",
-    )  # fmt: skip
+        "band",
+        "blocks",
+        "hits",
+        "live",
+        "pace",
+        "parked",
+        "queue",
+        "recent",
+        "row",
+        "stamp",
+        "time",
+        "tracked",
+        "turns",
+    )
 
     def __init__(
-        self, queue: ReuseQueue, row: int, time: float, pace: float, turns: int, hits: int, stamp: float
+        self,
+        queue: ReuseQueue,
+        row: int,
+        time: float,
+        hits: int,
+        stamp: float,
+        arrival: Arrival,
+        blocks: list[int],
     ) -> None:
         self.queue = queue
         self.row = row
         self.band = 0
         self.time = time
-        self.pace = pace
-        self.turns = turns
+        self.pace = arrival.pace
+        self.turns = arrival.turns
         self.hits = hits
         self.stamp = stamp
-        self.blocks: list[int] = []
-        self.live = 0
-        self.tracked = 0
+        self.blocks = blocks
+        self.live = self.tracked = len(blocks)
         self.parked = False
+        self.recent = True

@@ -21,9 +21,7 @@ from vllm_ext.cache.traces.trace import Request, Trace, TraceError, make_trace
 _STOPS = {"tool_use": Stop.TOOL_CALL, "end_turn": Stop.END_TURN, "max_tokens": Stop.LENGTH}
 
 
-def read_agents(
-    path: Path, seed: int = 7, window: float = 7200.0, sessions: slice | None = None
-) -> Trace:
+def read_agents(path: Path, seed: int = 7, window: float = 7200.0, sessions: slice | None = None) -> Trace:
     """All sessions of a folder (or the one in a file).
 
     Args:
@@ -52,7 +50,9 @@ def _session(file: Path, start: float) -> Iterator[Request]:
     block_size = int(number(session, "block_size", str(file)))
     if block_size <= 0:
         raise TraceError(f"{file}: block_size: must be above 0")
-    yield from _walk(session, str(file), file.name, start, block_size, number(session, "tool_tokens", str(file)))
+    yield from _walk(
+        session, str(file), file.name, start, block_size, number(session, "tool_tokens", str(file))
+    )
 
 
 def _walk(

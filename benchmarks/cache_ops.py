@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import random
 import statistics
 import sys
@@ -23,7 +24,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from time import perf_counter_ns
+from time import thread_time_ns
 from types import SimpleNamespace
 from typing import Any
 
@@ -92,7 +93,7 @@ class Traffic:
             request_id=str(self.count),
             tenant=f"t{family % TENANTS}",
             block_hashes=hashes,
-            num_prompt_tokens=(REQUEST_BLOCKS - DECODED_BLOCKS) * BLOCK_TOKENS,
+            num_prompt_tokens=(REQUEST_BLOCKS - DECODED_BLOCKS) * BLOCK_TOKENS - self.dice.randrange(200),
             prompt_token_ids=None,
             output_token_ids=(),
             num_output_tokens=DECODED_BLOCKS * BLOCK_TOKENS,
@@ -128,7 +129,7 @@ class Side:
 
     def turn(self, requests: list[Request]) -> Turn:
         turn = Turn()
-        clock = perf_counter_ns
+        clock = thread_time_ns
         pool, engine, spent, handled = self.pool, self.engine, turn.spent, turn.handled
         for request in requests:
             start = clock()
@@ -141,6 +142,7 @@ class Side:
             looked = clock()
             if engine is not None:
                 engine.guarded("retention_arrive", engine.arrive, request, SimpleNamespace(blocks=(hits,)))
+                engine.asking = request
             arrived = clock()
             pool.touch(hits)
             touched = clock()
@@ -263,3 +265,280 @@ def compare(name: str, num_blocks: int, requests: int, pairs: int, seed: int = 7
             },
         }
     return row
+
+
+def memory(name: str, num_blocks: int) -> dict[str, float]:
+    """Bytes per block, as tracemalloc counts what is allocated by building it and by filling and evicting it
+    twice. `stock` is a whole stock pool, its hash map included.
+    """
+    seed = 3
+    Side(100, POLICIES[name], seed)  # what is imported and cached once for all
+    found = {}
+    for label, retention in (("stock", None), ("with retention", POLICIES[name])):
+        gc.collect()
+        tracemalloc.start()
+        side = Side(num_blocks, retention, seed)
+        for _ in range(2 * num_blocks // REQUEST_BLOCKS + 50):
+            side.turn([next(side.traffic)])
+        side.traffic.families.clear()
+        gc.collect()
+        found[label] = tracemalloc.get_traced_memory()[0] / num_blocks
+        tracemalloc.stop()
+        del side
+    return {
+        "stock_bytes_per_block": found["stock"],
+        "added_bytes_per_block": found["with retention"] - found["stock"],
+    }
+
+
+def schedule_step(pairs: int, steps: int) -> dict[str, Any]:
+    """A whole `schedule()` with 64 running requests that decode, on vLLM's scheduler: us, stock and with each
+    policy. Requests of 1024 tokens of prompt; nothing runs them, tokens are made up.
+    """
+    names = ("stock", *POLICIES)
+    schedulers = {name: Decoding(POLICIES.get(name)) for name in names}
+    spent: dict[str, list[float]] = {name: [] for name in names}
+    for _ in range(20):
+        for one in schedulers.values():
+            one.steps(steps)
+    for _ in range(pairs):
+        for name, one in schedulers.items():
+            gc.collect()
+            spent[name].append(one.steps(steps))
+    rows = {"stock": {"us": statistics.median(spent["stock"])}}
+    for name in POLICIES:
+        ratios = [a / b for a, b in zip(spent[name], spent["stock"], strict=True)]
+        rows[name] = {
+            "us": statistics.median(spent[name]),
+            "ratio": statistics.median(ratios),
+            "ratio_lowest": min(ratios),
+            "ratio_highest": max(ratios),
+            "target": SCHEDULE_TARGET,
+        }
+    return {"running_requests": RUNNING, "pairs": pairs, "steps_per_turn": steps, "rows": rows}
+
+
+RUNNING = 64
+PROMPT_TOKENS = 1024
+ANSWER_TOKENS = 512
+
+
+class Decoding:
+    """A scheduler whose requests are replaced as they end, so that 64 run at any time."""
+
+    def __init__(self, retention: dict[str, Any] | None) -> None:
+        import torch
+        from vllm.config import (
+            CacheConfig,
+            DeviceConfig,
+            ModelConfig,
+            ParallelConfig,
+            SchedulerConfig,
+            VllmConfig,
+        )
+        from vllm.v1.core.sched.scheduler import Scheduler
+        from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+        from vllm.v1.structured_output import StructuredOutputManager
+
+        blocks = 6 * RUNNING * (PROMPT_TOKENS + ANSWER_TOKENS) // BLOCK_TOKENS
+        spec = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=1, dtype=torch.float32)
+        model = ModelConfig(model=str(tiny_model()), dtype="float32", skip_tokenizer_init=True)
+        config = VllmConfig(
+            model_config=model,
+            device_config=DeviceConfig(device="cpu"),
+            cache_config=CacheConfig(block_size=BLOCK_TOKENS, enable_prefix_caching=True),
+            parallel_config=ParallelConfig(),
+            scheduler_config=SchedulerConfig(
+                max_num_seqs=RUNNING,
+                max_num_batched_tokens=16 * PROMPT_TOKENS,
+                max_model_len=model.max_model_len,
+                enable_chunked_prefill=True,
+                is_encoder_decoder=False,
+                async_scheduling=False,
+            ),
+        )
+        config.cache_config.num_gpu_blocks = blocks
+        self.scheduler: Any = Scheduler(
+            vllm_config=config,
+            kv_cache_config=KVCacheConfig(blocks, [], [KVCacheGroupSpec(["layer"], spec)]),
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=BLOCK_TOKENS,
+            log_stats=False,
+        )
+        self.dice = random.Random(5)
+        self.count = 0
+        if retention is not None:
+            from vllm_ext_plugin.retention.managers import ENGINE, manager_class
+
+            kv = self.scheduler.kv_cache_manager
+            kv.__dict__[ENGINE] = install(kv.block_pool, retention)
+            kv.__class__ = manager_class(kv.__class__)
+        for _ in range(RUNNING):
+            self.add(self.dice.randrange(1, ANSWER_TOKENS))
+
+    def add(self, answer: int) -> None:
+        from vllm.sampling_params import SamplingParams
+        from vllm.utils.hashing import sha256
+        from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+        from vllm.v1.request import Request as VllmRequest
+
+        if not self.count:
+            init_none_hash(sha256)
+        self.count += 1
+        tenant = self.dice.randrange(TENANTS)
+        head = [tenant + 3] * (PROMPT_TOKENS // 2)
+        tail = [self.dice.randrange(3, 200) for _ in range(PROMPT_TOKENS - len(head))]
+        params = SamplingParams(max_tokens=answer, ignore_eos=True)
+        hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
+        request = VllmRequest(str(self.count), [*head, *tail], params, None, block_hasher=hasher)
+        request.__dict__["tenant"] = f"t{tenant}"
+        self.scheduler.add_request(request)
+
+    def steps(self, count: int) -> float:
+        """Mean us of CPU time of `schedule()`."""
+        from vllm.v1.outputs import ModelRunnerOutput
+
+        spent = 0
+        for _ in range(count):
+            start = thread_time_ns()
+            output = self.scheduler.schedule()
+            spent += thread_time_ns() - start
+            ids = list(output.num_scheduled_tokens)
+            tokens = [
+                [7]
+                if self.scheduler.requests[i].num_computed_tokens >= self.scheduler.requests[i].num_tokens
+                else []
+                for i in ids
+            ]
+            self.scheduler.update_from_output(
+                output,
+                ModelRunnerOutput(
+                    req_ids=ids,
+                    req_id_to_index={name: index for index, name in enumerate(ids)},
+                    sampled_token_ids=tokens,
+                ),
+            )
+            while len(self.scheduler.requests) < RUNNING:
+                self.add(ANSWER_TOKENS)
+        return spent / count / 1000
+
+
+def tiny_model() -> Path:
+    """A folder with a model configuration and nothing else."""
+    import tempfile
+
+    folder = Path(tempfile.gettempdir()) / "vllm_ext_cache_ops_model"
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(
+        json.dumps(
+            {
+                "architectures": ["LlamaForCausalLM"],
+                "model_type": "llama",
+                "hidden_size": 64,
+                "intermediate_size": 128,
+                "num_attention_heads": 4,
+                "num_hidden_layers": 2,
+                "num_key_value_heads": 4,
+                "vocab_size": 256,
+                "max_position_embeddings": 4096,
+                "torch_dtype": "float32",
+            }
+        )
+    )
+    return folder
+
+
+def show(console: Console, result: dict[str, Any]) -> None:
+    table = Table(
+        title=f"us of CPU per block of a request ({REQUEST_BLOCKS} blocks), medians of paired turns"
+    )
+    for heading in (
+        "order", "blocks", "stock", "ours", "ratio", "lowest to highest", "target", "p99 us/request", "stock's",
+        "added bytes/block",
+    ):  # fmt: skip
+        table.add_column(heading, justify="right")
+    for row in result["pool"]:
+        met = row["ratio"] <= row["target"]
+        table.add_row(
+            row["configuration"],
+            f"{row['blocks']:,}",
+            f"{row['stock']['us_per_block']:.2f}",
+            f"{row['ours']['us_per_block']:.2f}",
+            f"[{'green' if met else 'red'}]{row['ratio']:.2f}[/]",
+            f"{row['ratio_lowest']:.2f} to {row['ratio_highest']:.2f}",
+            f"{row['target']:.2f}",
+            f"{row['ours']['p99_us_per_request']:.0f}",
+            f"{row['stock']['p99_us_per_request']:.0f}",
+            f"{row['memory']['added_bytes_per_block']:.0f}" if "memory" in row else "",
+        )
+    console.print(table)
+    detail = Table(title="the same by operation, us per block handled (arrive: per block of the request)")
+    for heading in ("order", "blocks", *OPERATIONS):
+        detail.add_column(heading, justify="right")
+    for row in result["pool"]:
+        stock, ours = (row[side]["us_per_block_by_operation"] for side in ("stock", "ours"))
+        cells = [f"{ours[name]:.2f} / {stock[name]:.2f}" for name in OPERATIONS]
+        detail.add_row(row["configuration"], f"{row['blocks']:,}", *cells)
+    console.print(detail)
+    if "schedule" in result:
+        steps = Table(title=f"us of CPU per schedule() step, {RUNNING} running requests")
+        for heading in ("order", "us", "ratio", "lowest to highest", "target"):
+            steps.add_column(heading, justify="right")
+        for name, row in result["schedule"]["rows"].items():
+            if name == "stock":
+                steps.add_row(name, f"{row['us']:.0f}", "", "", "")
+                continue
+            met = row["ratio"] <= row["target"]
+            steps.add_row(
+                name,
+                f"{row['us']:.0f}",
+                f"[{'green' if met else 'red'}]{row['ratio']:.3f}[/]",
+                f"{row['ratio_lowest']:.2f} to {row['ratio_highest']:.2f}",
+                f"{row['target']:.2f}",
+            )
+        console.print(steps)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--blocks", default="1000,30000,300000", help="pool sizes, with commas")
+    parser.add_argument("--configurations", default=",".join(POLICIES), help="with commas")
+    parser.add_argument("--requests", type=int, default=400, help="per turn")
+    parser.add_argument("--pairs", type=int, default=9)
+    parser.add_argument("--no-schedule", action="store_true")
+    parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results" / "cache_ops.json")
+    arguments = parser.parse_args()
+    console = Console()
+    sizes = [int(size) for size in arguments.blocks.split(",")]
+    cases = [(name, size) for size in sizes for name in arguments.configurations.split(",")]
+    pool = []
+    for name, size in track(cases, "pools", console=console):
+        row = compare(name, size, arguments.requests, arguments.pairs)
+        if size <= MEMORY_UP_TO:
+            row["memory"] = memory(name, size)
+        pool.append(row)
+    result: dict[str, Any] = {"pool": pool}
+    if not arguments.no_schedule:
+        result["schedule"] = schedule_step(3 * arguments.pairs, 20)
+    result["manifest"] = manifest(
+        what=__doc__.splitlines()[0] if __doc__ else "",
+        clock="time.thread_time_ns: CPU time of the thread, so that other processes' turns do not count",
+        load_average=os.getloadavg(),
+        requests_per_turn=arguments.requests,
+        pairs=arguments.pairs,
+        policies=POLICIES,
+    )
+    show(console, result)
+    arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+    console.print(f"written to {arguments.json.name}")
+
+
+MEMORY_UP_TO = 30_000
+"""Blocks; tracemalloc makes larger pools too slow, and bytes per block do not depend on the size by then."""
+
+if __name__ == "__main__":
+    os.environ.setdefault("VLLM_PLUGINS", "")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    main()

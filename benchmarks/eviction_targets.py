@@ -6,8 +6,8 @@ whether that holds on parts of the traces that nobody looked at.
 TRACES holds `mooncake_conversation.jsonl` (github.com/kvcache-ai/Mooncake, FAST25-release) and `agents/`
 (github.com/callanjfox/kv-cache-tester, 80 sessions). "eager" and "pinned" are the two modes of
 `vllm-ext replay`; all three orders are replayed in the same one. `prototype` is what an earlier study
-reached. Times are CPU time of this process, for the order and the replay's pool together. Install numba, or Belady
-takes an hour.
+reached. Times are CPU time of this process, for the order and the replay's pool together. Install numba, or
+Belady takes an hour.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from vllm_ext.policy import PolicySnapshot, PolicyStore
+from vllm_ext_plugin import seams
 from vllm_ext_plugin.activation import EPHEMERAL_SECRET_ENV, POLICY_ENV, log_like_vllm
 from vllm_ext_plugin.retention import offload_config
 
@@ -159,6 +160,7 @@ def start_refusals(config: Any, snapshot: PolicySnapshot, headless: bool = False
     problems = []
     if snapshot.policy.tenancy is not None:
         problems += _tenancy_refusals(config, snapshot, headless)
+    problems += _seam_refusals(config, snapshot)
     if snapshot.policy.retention is not None and "HiSparseConnector" in _connectors(
         config.kv_transfer_config
     ):
@@ -167,6 +169,28 @@ def start_refusals(config: Any, snapshot: PolicySnapshot, headless: bool = False
             "with it: remove one of the two"
         )
     return problems
+
+
+def _seam_refusals(config: Any, snapshot: PolicySnapshot) -> list[str]:
+    """What this vLLM lacks of what the policy's other sections need; salting's needs are checked before."""
+    telemetry = snapshot.policy.telemetry
+    wanted = set()
+    if snapshot.policy.retention is not None:
+        wanted.add("retention")
+        policies = [
+            extra.get("eviction_policy", offload_config.POLICY) for extra in offload_config.cpu_tiers(config)
+        ]
+        if offload_config.POLICY in policies:
+            wanted.add("offload")
+    if telemetry is not None and telemetry.block_trace is not None:
+        wanted.add("block_trace")
+    if not wanted:
+        return []
+    return [
+        f"{problem} (remove that section, or use a supported vLLM)"
+        for problem in seams.check()
+        if problem.breaking and problem.seam.feature in wanted
+    ]
 
 
 def _tenancy_refusals(config: Any, snapshot: PolicySnapshot, headless: bool) -> list[str]:

@@ -19,6 +19,6 @@ class Faults:
         self.counts[part] += 1
         if self.counts[part] == 1:
             logger.exception(
-                "vllm_ext: internal error in %s; requests it touches are isolated (later ones only counted)",
+                "vllm_ext: internal error in %s (later ones there are only counted)",
                 part,
             )

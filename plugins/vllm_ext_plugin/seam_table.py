@@ -14,6 +14,10 @@ ALL_VERSIONS = ("0.31", "0.32", "0.33")
 How = Literal["wrap", "call", "subclass", "implement", "set attribute", "read"]
 
 REFUSED = "vllm_ext refuses to start"
+NO_RETENTION = "vllm_ext refuses to start under a policy with a retention section"
+NO_OFFLOAD = "vllm_ext refuses to start with CPU offload under a policy with a retention section"
+NO_TRACE = "vllm_ext refuses to start under a policy with a block trace"
+FEATURES = {NO_RETENTION: "retention", NO_OFFLOAD: "offload", NO_TRACE: "block_trace"}
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,11 @@ class Seam:
     calls: tuple[str, ...] = ()  # calls in the function's body that we count on, in this order
     versions: tuple[str, ...] = ALL_VERSIONS  # where it exists at all
     differs: str = ""  # how the code copes where the versions' signatures differ
+
+    @property
+    def feature(self) -> str | None:
+        """The part of the policy that cannot do without it, where it is not all of it."""
+        return FEATURES.get(self.when_missing)
 
     @property
     def id(self) -> str:
@@ -115,6 +124,10 @@ _FRONT_END = (
           calls=("attach_endpoint_plugins", "init_entrypoints_middleware")),
     *_row("vllm.v1.engine.output_processor:OutputProcessor.add_request", "wrap",
           "stamps every request of every front end", REFUSED, "v1/engine/output_processor.py:616"),
+    *_row("vllm.v1.engine.output_processor:OutputProcessor.__init__", "wrap",
+          "ties a front end to the policy of its engine", REFUSED, "v1/engine/output_processor.py:507"),
+    *_row("vllm.exceptions:VLLMValidationError", "subclass", "a refused caller gets a 4xx with the reason",
+          REFUSED, "exceptions.py:28"),
     *_row("vllm.v1.engine.output_processor:OutputProcessor.{_finish_request,abort_requests}", "wrap",
           "per-tenant token counts", "metrics of prompt and reused tokens are off",
           "v1/engine/output_processor.py:855"),
@@ -219,6 +232,127 @@ _ENGINE = (
           "tokenizers/protocol.py:100"),
 )
 
+_RETENTION = (
+    *_row("vllm.v1.core.sched.scheduler:Scheduler.kv_cache_manager", "read", "what retention extends",
+          NO_RETENTION, "v1/core/sched/scheduler.py:328"),
+    *_row("vllm.v1.core.kv_cache_manager:KVCacheManager", "subclass", "says for whom the block pool works",
+          NO_RETENTION, "v1/core/kv_cache_manager.py:131"),
+    *_row("vllm.v1.core.kv_cache_manager:KVCacheManager.{allocate_slots,free,pop_blocks_for_free}",
+          "subclass", "says for whom the block pool works; hits by tier", NO_RETENTION,
+          "v1/core/kv_cache_manager.py:371",
+          differs="0.31 has no skip_zeroing_group_ids: what follows num_external_computed_tokens is passed "
+          "on as it comes"),
+    *_row("vllm.v1.core.kv_cache_manager:KVCacheManager.{block_pool,coordinator,kv_cache_config}", "read",
+          "the pool; its block sizes; bytes of a block", NO_RETENTION, "v1/core/kv_cache_manager.py:197"),
+    *_row("vllm.v1.core.kv_cache_manager:KVCacheBlocks.blocks", "read", "the hits of a request", NO_RETENTION,
+          "v1/core/kv_cache_manager.py:41"),
+    *_row("vllm.v1.core.sched.scheduler:Scheduler._free_request_blocks", "read",
+          "gives blocks back through one of the two", NO_RETENTION, "v1/core/sched/scheduler.py:2766",
+          calls=("self.kv_cache_manager.free", "self.kv_cache_manager.pop_blocks_for_free")),
+    *_row("vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator.single_type_managers", "read",
+          "are there several KV cache groups; the block size", NO_RETENTION,
+          "v1/core/kv_cache_coordinator.py:157"),
+    *_row("vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager.block_size", "read",
+          "tokens per block", NO_RETENTION, "v1/core/single_type_kv_cache_manager.py:108"),
+    *_row("vllm.v1.core.block_pool:BlockPool", "subclass", "hears what is cached, used and given back",
+          NO_RETENTION, "v1/core/block_pool.py:136"),
+    *_row(""
+          "vllm.v1.core.block_pool:BlockPool.{cache_full_blocks,cache_partial_block,move_block_hashes,touch,free_blocks,evict_blocks,reset_prefix_cache}",
+          "subclass", "hears what is cached, used and given back", NO_RETENTION,
+          "v1/core/block_pool.py:226"),
+    *_row("vllm.v1.core.block_pool:BlockPool.free_block_queue", "set attribute",
+          "our free list takes its place", NO_RETENTION, "v1/core/block_pool.py:178"),
+    *_row("vllm.v1.core.block_pool:BlockPool.{blocks,null_block}", "read", "blocks by id", NO_RETENTION,
+          "v1/core/block_pool.py:172"),
+    *_row("vllm.v1.core.block_pool:BlockPool.get_new_blocks", "read",
+          "takes victims from the queue, and tells of each that was cached", NO_RETENTION,
+          "v1/core/block_pool.py:666",
+          calls=("self.free_block_queue.popleft_n", "self._maybe_evict_cached_block")),
+    *_row(""
+          "vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue.{popleft,popleft_n,remove,append,append_n,prepend_n,get_all_free_blocks,num_free_blocks}",
+          "implement", "our free list behind vLLM's interface; stock again after a fault of ours",
+          NO_RETENTION, "v1/core/kv_cache_utils.py:299"),
+    *_row("vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue", "call",
+          "stock LRU again after a fault of ours", NO_RETENTION, "v1/core/kv_cache_utils.py:299"),
+    *_row("vllm.v1.core.kv_cache_utils:KVCacheBlock.{block_id,ref_cnt,is_null,block_hash}", "read",
+          "which block; is it in use; what it caches", NO_RETENTION, "v1/core/kv_cache_utils.py:180"),
+    *_row("vllm.v1.core.kv_cache_utils:make_block_hash_with_group_id", "call",
+          "the key under which the pool caches a block", NO_RETENTION, "v1/core/kv_cache_utils.py:74"),
+    *_row("vllm.v1.kv_cache_interface:KVCacheConfig.{num_blocks,kv_cache_tensors}", "read",
+          "bytes of a block, for metrics", NO_RETENTION, "v1/kv_cache_interface.py:1463"),
+    *_row("vllm.v1.kv_cache_interface:KVCacheTensor.size", "read", "bytes of a block, for metrics",
+          NO_RETENTION, "v1/kv_cache_interface.py:1424"),
+    *_row("vllm.v1.request:Request.{num_prompt_tokens,output_token_ids,session_id,kv_hints}", "read",
+          "classes of the prompt's blocks; what the reuse order learns from", NO_RETENTION,
+          "v1/request.py:143"),
+    *_row("vllm.v1.request:RequestStatus.{FINISHED_STOPPED,FINISHED_LENGTH_CAPPED}", "read",
+          "why a request stopped", NO_RETENTION, "v1/request.py:381"),
+    *_row("vllm.v1.kv_hints.protocol:KvHintsEnvelope.actions", "read", "clients' wishes in Python",
+          NO_RETENTION, "v1/kv_hints/protocol.py:26"),
+    *_row("vllm.v1.kv_hints.protocol:KvHintAction.{action_type,action_version,payload}", "read",
+          "clients' wishes in Python", NO_RETENTION, "v1/kv_hints/protocol.py:13"),
+    *_row("vllm.lora.request:LoRARequest.lora_name", "read", "rules by adapter", NO_RETENTION,
+          "lora/request.py:24"),
+    *_row("vllm.config.model:ModelConfig.served_model_name", "read", "rules by model", NO_RETENTION,
+          "config/model.py:325"),
+    *_row("vllm.tokenizers.protocol:TokenizerLike.get_vocab", "call", "the tokens that begin a tool call",
+          NO_RETENTION, "tokenizers/protocol.py:85"),
+    *_row("vllm.v1.kv_offload.cpu.policies.factory:CachePolicyFactory.register_cache_policy", "call",
+          "our eviction policy of the CPU offload tier", NO_OFFLOAD,
+          "v1/kv_offload/cpu/policies/factory.py:25"),
+    *_row("vllm.v1.kv_offload.cpu.policies.lru:LRUCachePolicy", "subclass",
+          "our eviction policy of the CPU offload tier", NO_OFFLOAD, "v1/kv_offload/cpu/policies/lru.py:16"),
+    *_row("vllm.v1.kv_offload.cpu.policies.base:order_request_keys", "call",
+          "the tier's keys in the order of their tokens", NO_OFFLOAD,
+          "v1/kv_offload/cpu/policies/base.py:10"),
+    *_row("vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler:_create_req_context", "wrap",
+          "says for which request the tier works", "the tier does not tell tenants apart",
+          "distributed/kv_transfer/kv_connector/v1/offloading/scheduler.py:548"),
+    *_row("vllm.v1.kv_offload.base:ReqContext.{set_state,get_state,get_offload_key_position}", "call",
+          "says for which request the tier works, and where a key lies in it", NO_OFFLOAD,
+          "v1/kv_offload/base.py:107"),
+)
+
+_OFFLOAD = (
+    *_row(""
+          "vllm.v1.kv_offload.cpu.policies.lru:LRUCachePolicy.{__init__,insert,remove,touch,on_request_finished,mark_evictable,mark_non_evictable,clear,evict}",
+          "subclass", "LRU's books are kept, the victims are ours", NO_OFFLOAD,
+          "v1/kv_offload/cpu/policies/lru.py:29",
+          differs="insert gets the request's context since 0.33: passed on as it comes"),
+    *_row("vllm.v1.kv_offload.cpu.policies.lru:LRUCachePolicy.{chunks,_ranks}", "read",
+          "what is in the tier, and how recently it was used", NO_OFFLOAD,
+          "v1/kv_offload/cpu/policies/lru.py:31", differs="a rank is a number up to 0.32, a pair since"),
+    *_row("vllm.v1.kv_offload.cpu.policies.base:CachePolicy.{on_store_miss,cache_capacity}", "subclass",
+          "for whom the next chunks are stored; how many there are", NO_OFFLOAD,
+          "v1/kv_offload/cpu/policies/base.py:69"),
+    *_row("vllm.v1.kv_offload.cpu.policies.base:ChunkStatus.ref_cnt", "read",
+          "a chunk in use is never a victim", NO_OFFLOAD, "v1/kv_offload/cpu/policies/base.py:38"),
+    *_row("vllm.v1.kv_offload.cpu.manager:CPUOffloadingManager.prepare_store", "read",
+          "tells of misses, asks for victims and stores, in this order", NO_OFFLOAD,
+          "v1/kv_offload/cpu/manager.py:266",
+          calls=("self._policy.on_store_miss", "self._policy.evict", "self._policy.insert")),
+    *_row("vllm.v1.kv_offload.cpu.spec:CPUOffloadingSpec.eviction_policy", "read",
+          "the name of the policy, from kv_connector_extra_config", NO_OFFLOAD,
+          "v1/kv_offload/cpu/spec.py:134"),
+)
+
+_TRACE = (
+    *_row("vllm.v1.core.sched.scheduler:Scheduler.schedule", "subclass",
+          "a request's blocks have just been looked up", NO_TRACE, "v1/core/sched/scheduler.py:591"),
+    *_row("vllm.v1.core.sched.scheduler:Scheduler._free_request", "subclass", "a request leaves", NO_TRACE,
+          "v1/core/sched/scheduler.py:2714"),
+    *_row("vllm.v1.core.sched.scheduler:Scheduler.requests", "read", "requests by id", NO_TRACE,
+          "v1/core/sched/scheduler.py:214"),
+    *_row("vllm.v1.core.sched.output:SchedulerOutput.scheduled_new_reqs", "read", "requests of a step",
+          NO_TRACE, "v1/core/sched/output.py:236"),
+    *_row("vllm.v1.core.sched.output:NewRequestData.req_id", "read", "requests of a step", NO_TRACE,
+          "v1/core/sched/output.py:42"),
+    *_row("vllm.v1.request:Request.{num_computed_tokens,num_tokens,num_output_tokens}", "read",
+          "which of its blocks a request filled", NO_TRACE, "v1/request.py:184"),
+    *_row("vllm.config.parallel:ParallelConfig.data_parallel_rank", "read", "a file for each engine",
+          NO_TRACE, "config/parallel.py:153"),
+)
+
 _CPU = (
     *_row("vllm.platforms:current_platform", "read", "is this the CPU?", "CPU speculation is not mended",
           "platforms/__init__.py:303"),
@@ -239,4 +373,13 @@ _CPU = (
 )
 # fmt: on
 
-SEAMS: tuple[Seam, ...] = (*_ACTIVATION, *_CONFIG, *_FRONT_END, *_ENGINE, *_CPU)
+SEAMS: tuple[Seam, ...] = (
+    *_ACTIVATION,
+    *_CONFIG,
+    *_FRONT_END,
+    *_ENGINE,
+    *_RETENTION,
+    *_OFFLOAD,
+    *_TRACE,
+    *_CPU,
+)

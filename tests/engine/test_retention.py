@@ -251,7 +251,7 @@ def broken(model: str) -> dict[str, Any]:
     from vllm_ext.cache.free_blocks import FreeBlocks
 
     result = {}
-    for name in ("pop", "take", "release", "release_blank", "cached", "protect"):
+    for name in ("pop", "take_n", "release", "release_blank", "cached_n", "protect_n"):
         engine = small(model)
         engine.reused("acme")
         original = getattr(FreeBlocks, name)

@@ -59,6 +59,25 @@ class Share:
     maximum: float = math.inf
 
 
+class Holding:
+    """What a cached block counts as: shared by neighbours, so that most work is per run and not per block.
+
+    Attributes:
+        group: share group that it is resident for.
+        base, boost, expires: as in `Protection`; a boost of no effect is 0.
+        place: (group, level), the queue that it waits in when unused.
+    """
+
+    __slots__ = ("base", "boost", "expires", "group", "place")
+
+    def __init__(self, group: int, base: int, boost: int = 0, expires: float = -math.inf) -> None:
+        self.group = group
+        self.base = base
+        self.boost = boost
+        self.expires = expires
+        self.place = (group, max(base, boost))
+
+
 class FreeBlocks:
     """The unused blocks of one pool.
 
@@ -83,23 +102,25 @@ class FreeBlocks:
         self.on_evict: Callable[[list[int], str, bytearray], None] | None = None
         """Called with cached blocks that are about to be forgotten, the cause (capacity or quota), and by
         block id whether its protection has expired."""
-        self._blank = LruOrder(num_blocks).queue()
-        self._queues: dict[tuple[int, int], EvictionQueue] = {}
+        self.uniform = True
+        """No block ever had another protection than the default."""
+        self._blank: list[int] = []  # the last is the next to be taken
+        self._queues: dict[tuple[int, int], EvictionQueue] = {}  # by place
         self._levels: dict[int, int] = {EVERYBODY_ELSE: 0}  # group -> bit set of the levels that hold blocks
         self._length = 0
-        # Facts about a block, by id. `_place` is the queue it is in (group, level), None if used or blank.
-        self.group = [EVERYBODY_ELSE] * num_blocks
+        # Facts about a block, by id. What `protection` says of one that is not cached means nothing.
         self.is_cached = bytearray(num_blocks)
-        self.protection = [DEFAULT] * num_blocks
-        self._place: list[tuple[int, int] | None] = [None] * num_blocks
-        self._is_blank = bytearray(num_blocks)
-        # Of a boosted block in a queue: where it came from, and its entry in `_deadlines`.
-        self._boosted: list[tuple[Departure, int, int] | None] = [None] * num_blocks
+        self.protection: list[Holding] = [_BLANK] * num_blocks
+        self._is_queued = bytearray(num_blocks)
         self._expired = bytearray(num_blocks)
-        # Of blocks whose protection ends at one time, the one that was given back first falls back first: a
-        # child before its parent.
-        self._deadlines: list[tuple[float, int, int]] = []
+        self._num_expired = 0
+        self._hollow: set[int] = set()  # queued, but invalidated
+        self._holdings: dict[tuple[int, int], Holding] = {}  # those without a boost, by place
+        # Runs of boosted blocks in queues. Of those that end at one time, the one that was given back first
+        # falls back first: a child before its parent.
+        self._deadlines: list[_Deadline] = []
         self._pushed = 0
+        self._clean_at = _MIN_DEADLINES
         self.set_shares(shares or {})
 
     def __len__(self) -> int:
@@ -108,7 +129,7 @@ class FreeBlocks:
 
     def __iter__(self) -> Iterator[int]:
         """Blank blocks, then level by level: the sequence of eviction where no share interferes."""
-        yield from self._blank
+        yield from reversed(self._blank)
         for key in sorted(self._queues, key=lambda key: (key[1], key[0])):
             yield from self._queues[key]
 
@@ -123,32 +144,68 @@ class FreeBlocks:
     def cached(self, block: int, group: int, protection: Protection = DEFAULT) -> None:
         """The block's contents were put into the prefix cache just now, for a request of `group`."""
         assert not self.is_cached[block], f"block {block} is cached already"
-        self.is_cached[block] = 1
-        self.group[block] = group
-        self.resident[group] += 1
-        self.protection[block] = protection
+        self.cached_n((block,), group, protection)
+
+    def cached_n(self, blocks: Sequence[int], group: int, protection: Protection = DEFAULT) -> None:
+        """`cached` for each. Those that were cached already hold something else now, for whom they did."""
+        holding = self._make(group, protection.base, protection.boost, protection.expires)
+        is_cached, holdings = self.is_cached, self.protection
+        again = []
+        for block in blocks:
+            if is_cached[block]:
+                again.append(block)
+            else:
+                is_cached[block] = 1
+                holdings[block] = holding
+        self.resident[group] += len(blocks) - len(again)
+        if again:
+            self.order.invalidate(again)
 
     def protect(self, block: int, protection: Protection, now: float) -> None:
         """Another request wants the block kept, too: what covers both holds. Call it while it is in use."""
-        self.protection[block] = cover(self.protection[block], protection, now)
+        self.protect_n((block,), protection, now)
+
+    def protect_n(self, blocks: Sequence[int], protection: Protection, now: float) -> None:
+        """`protect` for each; those that are not cached are left alone."""
+        is_cached, holdings = self.is_cached, self.protection
+        last: Holding | None = None
+        covering: Holding | None = None
+        for block in blocks:
+            holding = holdings[block]
+            if holding is not last:
+                last, covering = holding, self._covering(holding, protection, now, covering)
+            if covering is not None and covering is not holding and is_cached[block]:
+                holdings[block] = covering
+
+    def group_of(self, block: int) -> int:
+        """The share group that a cached block is resident for."""
+        return self.protection[block].group
 
     def dropped(self, block: int) -> None:
-        """The block's contents left the prefix cache. `pop` says so by itself; a reset of the cache must."""
+        """The contents of a block in use left the prefix cache. `pop` says so of its victims by itself."""
         if self.is_cached[block]:
             self.is_cached[block] = 0
-            self.resident[self.group[block]] -= 1
-            self.group[block] = EVERYBODY_ELSE
-            self.protection[block] = DEFAULT
-            self._expired[block] = 0
+            self.resident[self.protection[block].group] -= 1
+            self._fresh(block)
+            self.order.invalidate((block,))
 
     def forget(self, block: int) -> None:
-        """The block's contents became invalid by themselves, used or not. An unused one is blank then."""
-        if self._place[block] is not None:
-            self.take(block)
+        """The block's contents became invalid by themselves, used or not. An unused one goes before all that
+        hold something; but where priorities say nothing, `lru` leaves it in its place, as vLLM does.
+        """
+        if not self._is_queued[block] or not self.is_cached[block]:
             self.dropped(block)
-            self.release_blank([block])
+        elif self.protection[block].place == _BLANK.place and isinstance(self.order, LruOrder):
+            self.dropped(block)
+            self._hollow.add(block)
         else:
+            place = self.protection[block].place
+            self._queues[place].withdraw(block)
+            self._left(place)
+            self._is_queued[block] = 0
+            self._length -= 1
             self.dropped(block)
+            self.release_blank((block,))
 
     # Coming and going
 
@@ -161,24 +218,36 @@ class FreeBlocks:
         """
         # First what expired before: a child that fell back later than its parent came would outlive it.
         self.expire(departure.time)
-        places = self._cover_children(departure)
-        stop = len(unused)
-        while stop:
-            # The longest run of neighbours, from the deep end, that goes into one queue.
-            last = unused[stop - 1]
-            place = places[last]
-            start = stop - 1
-            while start and unused[start - 1] == unused[start] - 1 and places[unused[start - 1]] == place:
-                start -= 1
-            self._push(departure, unused[start], last + 1, place)
-            stop = start
+        blocks, known = departure.blocks, self.protection
+        if not blocks:
+            return
+        holdings = [known[block] for block in blocks]
+        deepest = holdings[-1]
+        if not deepest.boost and holdings.count(deepest) == len(blocks):
+            runs = [(0, len(blocks), deepest)]
+        else:
+            runs = self._cover_children(departure, holdings)
+        end = len(unused)
+        for start, stop, holding in runs:
+            if len(unused) == len(blocks):
+                self._push(departure, start, stop, holding)
+                continue
+            while end and unused[end - 1] >= start:
+                # The longest run of neighbours, from the deep end.
+                begin = end - 1
+                while begin and unused[begin - 1] == unused[begin] - 1 and unused[begin - 1] >= start:
+                    begin -= 1
+                self._push(departure, unused[begin], unused[end - 1] + 1, holding)
+                end = begin
         self._length += len(unused)
 
     def release_blank(self, blocks: Sequence[int]) -> None:
         """Blocks that cache nothing; the first of them is the next to be taken."""
-        self._blank.push_front(blocks)
         for block in blocks:
-            self._is_blank[block] = 1
+            if self.is_cached[block]:
+                self.dropped(block)
+            self.protection[block] = _BLANK
+        self._blank.extend(reversed(blocks))
         self._length += len(blocks)
 
     def take(self, block: int) -> None:
@@ -187,16 +256,27 @@ class FreeBlocks:
         Raises:
             KeyError: the block is not unused.
         """
-        place = self._place[block]
-        if place is not None:
-            self._queues[place].remove(block)
-            self._left(block, place)
-        elif self._is_blank[block]:
-            self._blank.remove(block)
-            self._is_blank[block] = 0
-        else:
-            raise KeyError(f"block {block} is in use")
-        self._length -= 1
+        self.take_n((block,))
+
+    def take_n(self, blocks: Sequence[int]) -> None:
+        """`take` for each: cheaper for blocks that were given back together."""
+        queued, known = self._is_queued, self.protection
+        if 0 in map(queued.__getitem__, blocks):
+            self._take_blank(blocks)
+            return
+        start, count = 0, len(blocks)
+        while start < count:
+            holding, stop = known[blocks[start]], start + 1
+            while stop < count and known[blocks[stop]] is holding:
+                stop += 1
+            self._queues[holding.place].remove_n(blocks[start:stop])
+            self._left(holding.place)
+            start = stop
+        for block in blocks:
+            queued[block] = 0
+        self._length -= count
+        if self._hollow:
+            self._hollow.difference_update(blocks)
 
     def pop(self, count: int, now: float, group: int = EVERYBODY_ELSE) -> list[int]:
         """The next `count` victims, for a request of `group`.
@@ -208,126 +288,219 @@ class FreeBlocks:
         """
         if count > self._length:
             raise ValueError(f"{count} blocks wanted, {self._length} unused")
-        self.expire(now)
-        victims = self._blank.pop_n(min(count, len(self._blank)))
-        for block in victims:
-            self._is_blank[block] = 0
+        if self._deadlines:
+            self.expire(now)
+        victims: list[int] = []
+        if count and self._blank:
+            victims = self._blank[: -count - 1 : -1]
+            del self._blank[-count:]
         while len(victims) < count:
             victims += self._pop_some(count - len(victims), group)
         self._length -= count
         return victims
 
     def expire(self, now: float) -> None:
-        """Blocks whose protection ended by `now` fall back to the default priority. O(log n) per protected
-        block.
-        """
-        while self._deadlines and self._deadlines[0][0] <= now:
-            _, entry, block = heapq.heappop(self._deadlines)
-            place, origin = self._place[block], self._boosted[block]
-            if place is None or origin is None or origin[2] != entry:
-                continue  # in use, evicted, or given back anew meanwhile
-            protection = self.protection[block]
-            self._queues[place].remove(block)
-            self._left(block, place)
-            self.protection[block] = Protection(protection.base)
-            self._expired[block] = 1
-            departure, index, _ = origin
-            self._push(departure, index, index + 1, (place[0], protection.base))
+        """Blocks whose protection ended by `now` fall back to their base priority."""
+        deadlines = self._deadlines
+        while deadlines and deadlines[0][0] <= now:
+            _, _, holding, departure, start, stop = heapq.heappop(deadlines)
+            waiting = self._waiting(holding, departure, start, stop)
+            if not waiting:
+                continue
+            base = self._make(holding.group, holding.base)
+            queue = self._queues[holding.place]
+            for index in waiting:
+                block = departure.blocks[index]
+                queue.withdraw(block)
+                self.protection[block] = base
+                if not self._expired[block]:
+                    self._expired[block] = 1
+                    self._num_expired += 1
+            self._left(holding.place)
+            end = len(waiting)
+            while end:
+                begin = end - 1
+                while begin and waiting[begin - 1] == waiting[begin] - 1:
+                    begin -= 1
+                self._push(departure, waiting[begin], waiting[end - 1] + 1, base)
+                end = begin
 
     # How it works
 
-    def _cover_children(self, departure: Departure) -> list[tuple[int, int]]:
-        """Walk from the deepest block up, each covering those behind it; returns the queue each block belongs
-        in.
-        """
-        now, group, protections = departure.time, self.group, self.protection
-        places = [(EVERYBODY_ELSE, 0)] * len(departure.blocks)
-        below = _NOTHING
-        for index in range(len(departure.blocks) - 1, -1, -1):
-            block = departure.blocks[index]
-            protection = protections[block]
-            if protection is not below:
-                protections[block] = below = protection = cover(protection, below, now)
-            places[index] = (group[block], max(protection.base, protection.boost))
-        return places
+    def _make(self, group: int, base: int, boost: int = 0, expires: float = -math.inf) -> Holding:
+        if boost > base:
+            self.uniform = False
+            return Holding(group, base, boost, expires)
+        holding = self._holdings.get((group, base))
+        if holding is None:
+            holding = self._holdings[group, base] = Holding(group, base)
+            self.uniform = self.uniform and base == DEFAULT_PRIORITY
+        return holding
 
-    def _push(self, departure: Departure, start: int, stop: int, place: tuple[int, int]) -> None:
+    def _covering(
+        self, holding: Holding, wanted: Protection | Holding, now: float, like: Holding | None
+    ) -> Holding:
+        """`holding` made to cover `wanted`; an equal one of `holding`, `like` where there is one."""
+        base, boost, expires = _cover(holding, wanted, now)
+        if base == holding.base and boost == holding.boost and expires == holding.expires:
+            return holding
+        if (
+            like is not None
+            and base == like.base
+            and boost == like.boost
+            and expires == like.expires
+            and holding.group == like.group
+        ):
+            return like
+        return self._make(holding.group, base, boost, expires)
+
+    def _cover_children(
+        self, departure: Departure, holdings: list[Holding]
+    ) -> list[tuple[int, int, Holding]]:
+        """Walk from the deepest block up, each covering those behind it. Returns (start, stop, holding) of runs
+        of neighbours, the deepest first.
+        """
+        now, blocks, known = departure.time, departure.blocks, self.protection
+        runs = []
+        stop = len(blocks)
+        last = holdings[-1]
+        covering = below = self._covering(last, _NOTHING, now, last)
+        for index in range(stop - 1, -1, -1):
+            holding = holdings[index]
+            if holding is not last:
+                last, covering = holding, self._covering(holding, below, now, below)
+                if covering is not below:
+                    runs.append((index + 1, stop, below))
+                    stop, below = index + 1, covering
+            if covering is not holding:
+                known[blocks[index]] = covering
+        runs.append((0, stop, below))
+        return runs
+
+    def _push(self, departure: Departure, start: int, stop: int, holding: Holding) -> None:
+        place = holding.place
         queue = self._queues.get(place)
         if queue is None:
             queue = self._queues[place] = self.order.queue()
         queue.push(departure, start, stop)
         group, level = place
         self._levels[group] = self._levels.get(group, 0) | 1 << level
-        for index in range(stop - 1, start - 1, -1):
-            block = departure.blocks[index]
-            self._place[block] = place
-            protection = self.protection[block]
-            if protection.boost > protection.base:
-                self._pushed += 1
-                self._boosted[block] = (departure, index, self._pushed)
-                heapq.heappush(self._deadlines, (protection.expires, self._pushed, block))
+        queued = self._is_queued
+        run = departure.blocks[start:stop]
+        for block in run:
+            queued[block] = 1
+        if holding.boost:
+            # An object of its own tells, when the time comes, which of the run have stayed here.
+            own = Holding(group, holding.base, holding.boost, holding.expires)
+            for block in run:
+                self.protection[block] = own
+            self._pushed += 1
+            if len(self._deadlines) >= self._clean_at:
+                self._clean_deadlines()
+            heapq.heappush(self._deadlines, (own.expires, self._pushed, own, departure, start, stop))
 
-    def _left(self, block: int, place: tuple[int, int]) -> None:
-        self._place[block] = None
-        self._boosted[block] = None
+    def _waiting(self, holding: Holding, departure: Departure, start: int, stop: int) -> list[int]:
+        """Which of the run have not been used or evicted since it was pushed: indices."""
+        blocks, queued, known = departure.blocks, self._is_queued, self.protection
+        return [
+            index for index in range(start, stop) if known[blocks[index]] is holding and queued[blocks[index]]
+        ]
+
+    def _clean_deadlines(self) -> None:
+        """Drop those of runs that have left: a busy prompt with a long time to live comes back many times."""
+        self._deadlines = [entry for entry in self._deadlines if self._waiting(*entry[2:])]
+        heapq.heapify(self._deadlines)
+        self._clean_at = max(_MIN_DEADLINES, 2 * len(self._deadlines))
+
+    def _take_blank(self, blocks: Sequence[int]) -> None:
+        """Some of `blocks` are in no queue. vLLM does not do this."""
+        for block in blocks:
+            if self._is_queued[block]:
+                self.take_n((block,))
+                continue
+            try:
+                self._blank.remove(block)
+            except ValueError:
+                raise KeyError(f"block {block} is in use") from None
+            self._length -= 1
+
+    def _left(self, place: tuple[int, int]) -> None:
         if not self._queues[place]:
             self._levels[place[0]] &= ~(1 << place[1])
 
+    def _fresh(self, block: int) -> None:
+        self._num_expired -= self._expired[block]
+        self._expired[block] = 0
+
     def _pop_some(self, count: int, asking: int) -> list[int]:
         """At least one victim, at most `count`, from one queue."""
-        group, level, limit, cause = self._choose(asking)
+        group, level, limit, cause, rival = self._choose(asking)
         queue = self._queues[group, level]
-        victims = queue.pop_n(min(count, limit))
-        if self.on_evict is not None:
-            self.on_evict(victims, cause, self._expired)
+        count = min(count, limit)
+        victims = queue.pop_n(count) if rival is None else queue.pop_before(count, rival)
+        held = victims
+        if self._hollow:
+            held = [block for block in victims if block not in self._hollow]
+            self._hollow.difference_update(victims)
+        if self.on_evict is not None and held:
+            self.on_evict(held, cause, self._expired)
+        if self._num_expired:
+            expired = sum(map(self._expired.__getitem__, held))
+            if expired:
+                for block in held:
+                    self._fresh(block)
+            if expired and cause == "capacity":
+                self.evictions["ttl", group] += expired
+                self.evictions[cause, group] += len(held) - expired
+            else:
+                self.evictions[cause, group] += len(held)
+        else:
+            self.evictions[cause, group] += len(held)
+        self.resident[group] -= len(held)
+        queued, is_cached = self._is_queued, self.is_cached
         for block in victims:
-            why = "ttl" if self._expired[block] and cause == "capacity" else cause
-            self.evictions[why, group] += 1
-            self._left(block, (group, level))
-            self.dropped(block)
+            queued[block] = is_cached[block] = 0
+        self._left((group, level))
         return victims
 
-    def _choose(self, asking: int) -> tuple[int, int, int, str]:
-        """(group, level, blocks that may be taken before the choice must be made anew, cause)."""
+    def _choose(self, asking: int) -> tuple[int, int, int, str, Score | None]:
+        """(group, level, blocks that may be taken before the choice must be made anew, cause, score at which
+        another group's turn comes).
+        """
         occupied = [group for group, levels in self._levels.items() if levels]
         if len(occupied) == 1:
             group = occupied[0]
-            return self._lowest(group, len(self._queues[group, self._lowest_level(group)]), "capacity")
-        over = [group for group in occupied if self.resident[group] > self._share(group).maximum]
+            return group, self._lowest_level(group), self._length, "capacity", None
+        resident, shares = self.resident, self.shares
+        over = [group for group in occupied if group in shares and resident[group] > shares[group].maximum]
         if over:
-            group = self._first(over)
-            excess = 1 if len(over) > 1 else int(self.resident[group] - self._share(group).maximum)
-            return self._lowest(group, excess, "quota")
+            group, level, rival = self._first(over)
+            excess = math.ceil(resident[group] - self._share(group).maximum)
+            return group, level, max(excess, 1), "quota", rival
         above = [
-            group
-            for group in occupied
-            if group == asking or self.resident[group] > self._share(group).minimum
+            group for group in occupied if group == asking or resident[group] > self._share(group).minimum
         ]
-        group = self._first(above or occupied)
-        rivals = len(above or occupied) > 1
-        floor = self.resident[group] - self._share(group).minimum
-        limit = 1 if rivals else (floor if above and group != asking else len(self))
-        return self._lowest(group, max(limit, 1), "capacity")
+        group, level, rival = self._first(above or occupied)
+        limit = self._length
+        if above and group != asking:
+            limit = max(resident[group] - self._share(group).minimum, 1)
+        return group, level, limit, "capacity", rival
 
-    def _first(self, groups: list[int]) -> int:
-        """The group that holds the lowest level; of equals, the one whose victim the order would take
-        first.
+    def _first(self, groups: list[int]) -> tuple[int, int, Score | None]:
+        """(group, level, score of the next best) of the group that holds the lowest level; of equals, the one
+        whose victim the order would take first.
         """
-        if len(groups) == 1:
-            return groups[0]
         level = min(self._lowest_level(group) for group in groups)
-        rivals = [group for group in groups if self._lowest_level(group) == level]
+        rivals = [group for group in groups if self._levels[group] >> level & 1]
         if len(rivals) == 1:
-            return rivals[0]
+            return rivals[0], level, None
         scores: list[tuple[Score, int]] = []
         for group in rivals:
             score = self._queues[group, level].peek()
             assert score is not None
             scores.append((score, group))
-        return min(scores)[1]
-
-    def _lowest(self, group: int, limit: int, cause: str) -> tuple[int, int, int, str]:
-        return group, self._lowest_level(group), limit, cause
+        scores.sort()
+        return scores[0][1], level, scores[1][0]
 
     def _lowest_level(self, group: int) -> int:
         levels = self._levels[group]
@@ -337,8 +510,12 @@ class FreeBlocks:
         return self.shares.get(group, _NO_SHARE)
 
 
+_Deadline = tuple[float, int, Holding, Departure, int, int]
+"""(time, number of the push, its own holding, departure, start, stop)."""
+_MIN_DEADLINES = 256
 _NO_SHARE = Share()
 _NOTHING = Protection(base=-1)
+_BLANK = Holding(EVERYBODY_ELSE, DEFAULT_PRIORITY)
 
 
 def cover(parent: Protection, child: Protection, now: float) -> Protection:
@@ -346,11 +523,13 @@ def cover(parent: Protection, child: Protection, now: float) -> Protection:
 
     The result's boost is in force (above its base, and not over) or 0.
     """
+    return Protection(*_cover(parent, child, now))
+
+
+def _cover(parent: Protection | Holding, child: Protection | Holding, now: float) -> tuple[int, int, float]:
     base = max(parent.base, child.base)
     boost, expires = 0, -math.inf
     for protection in (parent, child):
         if protection.boost > base and protection.expires > now:
             boost, expires = max(boost, protection.boost), max(expires, protection.expires)
-    if base == parent.base and boost == parent.boost and expires == parent.expires:
-        return parent
-    return Protection(base, boost, expires)
+    return base, boost, expires

@@ -18,7 +18,7 @@ from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
-from vllm_ext.cache.free_blocks import DEFAULT, EVERYBODY_ELSE, FreeBlocks, Protection, Share
+from vllm_ext.cache.free_blocks import DEFAULT, EVERYBODY_ELSE, FreeBlocks, Protection, Share, cover
 from vllm_ext.cache.order import Arrival, Departure, EvictionOrder, Stop
 from vllm_ext.cache.ranked import RankedOrder
 
@@ -274,13 +274,31 @@ class KeyedBlocks:
         batches: dict[Batch, set[int]] = {}
         for block in blocks:
             batches.setdefault(self._origin[block][0], set()).add(block)
-            self._state[block] = State.FREE
         blocks.clear()
+        self.free.expire(now)
         for batch, settling in batches.items():
             departure = self._departure(batch, now)
+            if len(settling) < len(departure.blocks):
+                self._take_uncovered(departure, settling)
             self.free.release(
                 departure, [index for index, block in enumerate(departure.blocks) if block in settling]
             )
+            for block in settling:
+                self._state[block] = State.FREE
+
+    def _take_uncovered(self, departure: Departure, settling: set[int]) -> None:
+        """Blocks of it that wait in a queue already, and must rise for what is behind them now, settle again:
+        another request has raised its own part, and had the head of its prompt from elsewhere.
+        """
+        below: Protection | None = None
+        for block in reversed(departure.blocks):
+            held = self.free.protection[block]
+            own = Protection(held.base, held.boost, held.expires)
+            covered = own if below is None else cover(own, below, departure.time)
+            if covered is not own and self._state[block] is State.FREE and block not in settling:
+                self.free.take(block)
+                settling.add(block)
+            below = covered
 
     def _departure(self, batch: Batch, now: float) -> Departure:
         """Of what is left of the batch: other keys of it may be gone, and their numbers reused."""

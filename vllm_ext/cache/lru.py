@@ -10,17 +10,20 @@ from vllm_ext.cache.order import Arrival, Departure, Score
 class LruOrder:
     """Learns nothing.
 
-    A doubly linked list in two arrays, since block ids are dense: an element is removed from the middle in
-    O(1) without an object per block.
+    Doubly linked lists in two arrays that all queues share, since block ids are dense and a block is in one
+    queue at most: an element is removed from the middle in O(1) without an object per block.
     """
 
     name = "lru"
+    uses_keys = False
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.evictions = {"lru": 0}
         self.stamp = 0  # counts pushes, so that fronts of different queues can be compared
         self.stamp_of = [0] * num_blocks
+        self.following = [-1] * num_blocks  # -1: in no queue
+        self.preceding = [-1] * num_blocks
 
     def queue(self) -> LruQueue:
         return LruQueue(self)
@@ -28,15 +31,21 @@ class LruOrder:
     def arrive(self, now: float, cached: Sequence[int], missed: Sequence[Hashable]) -> Arrival:
         return Arrival(now)
 
+    def invalidate(self, blocks: Sequence[int]) -> None:
+        """Nothing to forget: contents never mattered here."""
+
 
 class LruQueue:
-    """One list; `order.num_blocks` is the sentinel in front of the first and behind the last block."""
+    """One list. Its sentinel, in front of the first and behind the last block, is an element behind those of
+    the blocks in the order's arrays.
+    """
 
     def __init__(self, order: LruOrder) -> None:
         self._order = order
-        self._end = end = order.num_blocks
-        self._next = [-1] * end + [end]
-        self._prev = [-1] * end + [end]
+        self._next, self._prev = order.following, order.preceding
+        self._end = end = len(self._next)
+        self._next.append(end)
+        self._prev.append(end)
         self._length = 0
 
     def __len__(self) -> int:
@@ -83,17 +92,23 @@ class LruQueue:
         self._length += len(blocks)
 
     def remove(self, block: int) -> None:
-        before, behind = self._prev[block], self._next[block]
-        if behind < 0:
-            raise KeyError(f"block {block} is not in this queue")
-        self._next[before] = behind
-        self._prev[behind] = before
-        self._next[block] = -1
-        self._length -= 1
+        self.remove_n((block,))
 
     def remove_n(self, blocks: Sequence[int]) -> None:
+        following, preceding = self._next, self._prev
+        self._length -= len(blocks)
         for block in blocks:
-            self.remove(block)
+            behind = following[block]
+            if behind < 0:
+                self._length += len(blocks) - blocks.index(block)
+                raise KeyError(f"block {block} is not in this queue")
+            before = preceding[block]
+            following[before] = behind
+            preceding[behind] = before
+            following[block] = -1
+
+    def withdraw(self, block: int) -> None:
+        self.remove_n((block,))
 
     def void(self) -> None:
         """Nothing to forget: contents never mattered here."""
@@ -116,3 +131,12 @@ class LruQueue:
         self._length -= count
         self._order.evictions["lru"] += count
         return victims
+
+    def pop_before(self, count: int, rival: Score) -> list[int]:
+        following, stamp_of = self._next, self._order.stamp_of
+        block = following[self._end]
+        older = 0
+        while older < count and older < self._length and stamp_of[block] < rival[1]:
+            older += 1
+            block = following[block]
+        return self.pop_n(max(older, 1))

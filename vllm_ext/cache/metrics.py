@@ -97,12 +97,18 @@ class CacheMetrics(_Series):
         self._counter(
             "cache_victims",
             "Evicted blocks by what chose them within one priority: lru, estimate, ended (an ended "
-            "session's). Under `reuse`, lru is the safety switch.",
+            "session's), ... Under `reuse`, lru is the safety switch.",
             "order", "chosen_by",
         )  # fmt: skip
         self._counter("cache_estimates", "Times that `reuse` has learned anew what blocks are worth.")
         self._counter("cache_returned", "Evicted blocks asked for again, as far as `reuse` remembers.")
         self._gauge("cache_ghosts", "Evicted blocks that `reuse` remembers.")
+        self._gauge(
+            "cache_margin",
+            "The safety switch of `reuse`: a victim other than LRU's must be worth less than this share of "
+            "LRU's. Lower while LRU would have hit more.",
+            across="min",
+        )
         self._counter("cache_wishes", "Clients' retention wishes: heard, or why not followed.", "reason")
         self._gauge(
             "cache_retention_on",

@@ -97,6 +97,9 @@ class EvictionQueue(Protocol):
     def remove_n(self, blocks: Sequence[int]) -> None:
         """`remove` for each, in one pass."""
 
+    def withdraw(self, block: int) -> None:
+        """The block leaves, but nobody used it and nothing is learned. KeyError if the block is not here."""
+
     def void(self) -> None:
         """The prefix cache was reset: blocks in this queue hold nothing any more. They keep their order."""
 
@@ -106,6 +109,11 @@ class EvictionQueue(Protocol):
     def pop_n(self, count: int) -> list[int]:
         """The next victims, `count` or as many as there are. Their contents are forgotten."""
 
+    def pop_before(self, count: int, rival: Score) -> list[int]:
+        """As `pop_n`, of a queue that is not empty: at least one, and no further one whose score is not below
+        `rival`, that of another queue's next victim.
+        """
+
 
 class EvictionOrder(Protocol):
     """Learned state shared by any number of queues."""
@@ -113,6 +121,10 @@ class EvictionOrder(Protocol):
     name: str
     evictions: dict[str, int]
     """Evicted blocks so far by what chose them."""
+    uses_keys: bool
+    """Whether it looks at anything of a `Departure` but its time and blocks, and at missed keys: if not, a
+    caller may leave the rest out.
+    """
 
     def queue(self) -> EvictionQueue:
         """A new, empty queue."""
@@ -125,6 +137,9 @@ class EvictionOrder(Protocol):
             cached: blocks of its longest cached prefix, in the order of their tokens.
             missed: keys of the prompt blocks behind that prefix.
         """
+
+    def invalidate(self, blocks: Sequence[int]) -> None:
+        """The contents of these blocks, which are in no queue, became invalid without an eviction."""
 
 
 def make_order(name: str, num_blocks: int, capacity: int | None = None) -> EvictionOrder:

@@ -28,6 +28,7 @@ class RankedOrder:
     """
 
     name = "lru"
+    uses_keys = True
 
     def __init__(self, num_blocks: int, rank_of: Callable[[Any], Rank]) -> None:
         self.num_blocks = num_blocks
@@ -39,6 +40,9 @@ class RankedOrder:
 
     def arrive(self, now: float, cached: Sequence[int], missed: Sequence[Hashable]) -> Arrival:
         return Arrival(now)
+
+    def invalidate(self, blocks: Sequence[int]) -> None:
+        """Nothing to forget: contents never mattered here."""
 
 
 class RankedQueue:
@@ -74,6 +78,9 @@ class RankedQueue:
         for block in blocks:
             self.remove(block)
 
+    def withdraw(self, block: int) -> None:
+        self.remove(block)
+
     def void(self) -> None:
         """Nothing to forget: contents never mattered here."""
 
@@ -91,6 +98,12 @@ class RankedQueue:
             del self._entry[block]
             victims.append(block)
         self._order.evictions["lru"] += len(victims)
+        return victims
+
+    def pop_before(self, count: int, rival: Score) -> list[int]:
+        victims = self.pop_n(1)
+        while len(victims) < count and (score := self.peek()) is not None and score < rival:
+            victims += self.pop_n(1)
         return victims
 
     def _drop_removed(self) -> None:

@@ -10,7 +10,8 @@ from array import array
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from itertools import compress
+from itertools import compress, groupby
+from operator import itemgetter
 
 from vllm_ext.cache.free_blocks import FreeBlocks
 from vllm_ext.engine_totals import Report
@@ -113,21 +114,31 @@ class CacheTelemetry:
             cause: `capacity` or `quota`.
             expired: by block id, 1 for a block whose protection has run out: its cause is `ttl` then.
         """
-        owner, left, now = self.owner, self._left, self.now
-        # Neighbours mostly left together, and are one tenant's: count in runs.
-        run, run_owner, run_left, run_cause = 0, 0, 0.0, ""
-        for block in victims:
-            why = "ttl" if expired[block] and cause == "capacity" else cause
-            if run and left[block] == run_left and owner[block] == run_owner and why == run_cause:
-                run += 1
-                continue
-            if run:
-                self._evictions[run_cause, run_owner] += run
-                self._ages.add(run_owner, now - run_left, run)
-            run, run_owner, run_left, run_cause = 1, owner[block], left[block], why
-        if run:
-            self._evictions[run_cause, run_owner] += run
-            self._ages.add(run_owner, now - run_left, run)
+        count = len(victims)
+        if count == 1:
+            victims = (victims[0], victims[0])  # `itemgetter` of one index gives no tuple
+        pick = itemgetter(*victims)
+        owners, times = pick(self.owner), pick(self._left)
+        gone = pick(expired) if cause == "capacity" else ()
+        if 1 in gone:
+            causes = ["ttl" if one else cause for one in gone[:count]]
+            for key, run in groupby(zip(owners, causes, times, strict=False)):
+                self._evicted(*key, sum(1 for _ in run))
+            return
+        start = 0
+        while start < count:  # neighbours mostly left together, and are one tenant's
+            owner, left = owners[start], times[start]
+            stop = count
+            while (
+                owners[start:stop].count(owner) < stop - start or times[start:stop].count(left) < stop - start
+            ):
+                stop = (start + stop + 1) // 2
+            self._evicted(owner, cause, left, stop - start)
+            start = stop
+
+    def _evicted(self, tenant: int, cause: str, left: float, count: int) -> None:
+        self._evictions[cause, tenant] += count
+        self._ages.add(tenant, self.now - left, count)
 
     def invalidated(self, block: int) -> None:
         """A cached block's contents became invalid by themselves."""

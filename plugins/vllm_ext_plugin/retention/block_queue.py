@@ -24,10 +24,10 @@ class RetentionBlockQueue:
     def __init__(self, engine: RetentionEngine, blocks: list[Any]) -> None:
         self._engine = engine
         self._blocks = blocks
-
-    @property
-    def num_free_blocks(self) -> int:
-        return len(self._engine.free)
+        self.num_free_blocks = len(engine.free)
+        """A plain attribute, since vLLM reads it for every request of every step. Whoever changes the engine's
+        free blocks otherwise than through this queue keeps it right.
+        """
 
     def popleft(self) -> Any:
         return self.popleft_n(1)[0]
@@ -35,13 +35,16 @@ class RetentionBlockQueue:
     def popleft_n(self, n: int) -> list[Any]:
         blocks = self._blocks
         try:
-            return [blocks[block_id] for block_id in self._engine.take_victims(n)]
+            victims = [blocks[block_id] for block_id in self._engine.take_victims(n)]
         except Exception:
             return self._engine.switch_off("retention_pop").popleft_n(n)
+        self.num_free_blocks -= n
+        return victims
 
     def remove(self, block: Any) -> None:
         try:
             self._engine.free.take(block.block_id)
+            self.num_free_blocks -= 1
         except Exception:
             self._engine.switch_off("retention_remove").remove(block)
 
@@ -50,8 +53,12 @@ class RetentionBlockQueue:
 
     def append_n(self, blocks: Iterable[Any]) -> None:
         """Blocks that are cached, the deepest first."""
+        unused = list(blocks)
+        if not unused:
+            return
         try:
-            self._engine.give_back(list(blocks))
+            self._engine.give_back(unused)
+            self.num_free_blocks += len(unused)
         except Exception:
             self._engine.switch_off(
                 "retention_append"
@@ -59,8 +66,12 @@ class RetentionBlockQueue:
 
     def prepend_n(self, blocks: Iterable[Any]) -> None:
         """Blocks that cache nothing."""
+        unused = [block.block_id for block in blocks]
+        if not unused:
+            return
         try:
-            self._engine.free.release_blank([block.block_id for block in blocks])
+            self._engine.free.release_blank(unused)
+            self.num_free_blocks += len(unused)
         except Exception:
             # `free_blocks` prepends first: it will append the cached ones of the same chain itself.
             chain = self._engine.chain

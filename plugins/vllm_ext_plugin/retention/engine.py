@@ -8,13 +8,15 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from vllm_ext.cache.free_blocks import EVERYBODY_ELSE, FreeBlocks
-from vllm_ext.cache.order import Departure, make_order
+from vllm_ext.cache.free_blocks import EVERYBODY_ELSE, FreeBlocks, Protection
+from vllm_ext.cache.order import Arrival, Departure, make_order
 from vllm_ext.cache.telemetry import CacheTelemetry
 from vllm_ext_plugin.faults import Faults
 from vllm_ext_plugin.retention.requests import Requests, RequestView
 
 logger = logging.getLogger("vllm_ext")
+
+_NO_PAST = Arrival(0.0)
 
 
 class RetentionEngine:
@@ -45,7 +47,8 @@ class RetentionEngine:
         self.on = True
         self.chain: list[Any] = []
         """The blocks that vLLM is giving back right now, the deepest first."""
-        self.asking: RequestView | None = None
+        self.asking: Any = None
+        """The vLLM request that asks for slots right now, where it matters: see `RetentionManager`."""
         self.departing: Any = None
         """The vLLM request whose blocks `chain` holds, if it is known."""
         self.deferred: dict[int, Any] = {}
@@ -66,39 +69,46 @@ class RetentionEngine:
     # What the pool asks for
 
     def take_victims(self, count: int) -> list[int]:
-        group = self.asking.group if self.asking else EVERYBODY_ELSE
+        free, group = self.free, EVERYBODY_ELSE
+        if free.shares and self.asking is not None:
+            group = self.requests.view(self.asking).group
         self.telemetry.now = now = self.clock()
-        return self.free.pop(count, now, group)
+        return free.pop(count, now, group)
 
     def give_back(self, unused: list[Any]) -> None:
-        """`unused` cached blocks, the deepest first: those of `chain` that nobody uses any more."""
-        if not unused:
+        """`unused` blocks, the deepest first: those of `chain` that nobody uses any more."""
+        free, chain, now = self.free, self.chain, self.clock()
+        gone = [block.block_id for block in unused]
+        gone.reverse()
+        if len(chain) > len(unused):
+            is_cached = free.is_cached
+            blocks = [block_id for block in reversed(chain) if is_cached[block_id := block.block_id]]
+        else:
+            blocks = gone
+        if 0 in map(free.is_cached.__getitem__, gone):  # nobody told us that it was cached
+            free.release_blank([block_id for block_id in gone if not free.is_cached[block_id]])
+            gone = [block_id for block_id in gone if free.is_cached[block_id]]
+            blocks = [block_id for block_id in blocks if free.is_cached[block_id]]
+        if not gone:
             return
-        now = self.clock()
-        chain = [
-            block
-            for block in reversed(self.chain or unused)
-            if block.block_hash is not None and not block.is_null
-        ]
-        blocks = [block.block_id for block in chain]
-        departure = Departure(
-            now,
-            blocks,
-            [block.block_hash for block in chain],
-            **self.requests.departure(self.departing, now),
-        )
-        departure.num_prompt = min(departure.num_prompt, len(blocks))
+        if free.order.uses_keys:
+            known = self.pool.blocks
+            keys = [known[block_id].block_hash for block_id in blocks]
+            departure = Departure(now, blocks, keys, **self.requests.departure(self.departing, now))
+            departure.num_prompt = min(departure.num_prompt, len(blocks))
+        else:
+            departure = Departure(now, blocks, (), len(blocks), _NO_PAST)
         view = self.requests.view(self.departing) if self.departing is not None else None
-        if view is not None and view.boosted:
-            for index, block_id in enumerate(blocks):  # a time to live counts from the last use
-                self.free.protect(block_id, view.protection(index, now), now)
-        if len(unused) == len(blocks):
+        if view is not None and view.boosted:  # a time to live counts from the last use
+            for start, stop, protection in view.protections(0, len(blocks), now):
+                free.protect_n(blocks[start:stop], protection, now)
+        if len(gone) == len(blocks):
             indices: Sequence[int] = range(len(blocks))
         else:
-            gone = {block.block_id for block in unused}
-            indices = [index for index, block_id in enumerate(blocks) if block_id in gone]
-        self.free.release(departure, indices)
-        self.telemetry.departed([blocks[index] for index in indices], now)
+            place = {block_id: index for index, block_id in enumerate(blocks)}
+            indices = [place[block_id] for block_id in gone]
+        free.release(departure, indices)
+        self.telemetry.departed(gone, now)
 
     # What the pool tells
 
@@ -107,60 +117,88 @@ class RetentionEngine:
         if self.pending is not None:
             pending, self.pending = self.pending, None
             pending()
-        self.asking = view = self.requests.view(request)
+        view = self.requests.view(request)
         if view.group and view.group not in self.free.shares:
             self.free.set_shares(self.requests.shares(len(self.pool.blocks)))
         if view.arrival is None:
             cached = [block.block_id for block in hits.blocks[0] if not block.is_null] if hits else []
-            view.arrival = self.free.order.arrive(
-                self.clock(), cached, self.requests.missed(request, len(cached))
-            )
+            order = self.free.order
+            missed = self.requests.missed(request, len(cached)) if order.uses_keys else ()
+            view.arrival = order.arrive(self.clock(), cached, missed)
             self.telemetry.returned += len(view.arrival.past_hits)
 
-    def cached(self, request: Any, blocks: list[Any], start: int, stop: int) -> None:
+    def cached(
+        self, request: Any, blocks: Sequence[Any], start: int, stop: int, masked: bool = False
+    ) -> None:
+        """`blocks[start:stop]` of the request's were put into the prefix cache, but for null blocks and, with
+        `masked`, those that vLLM keeps out.
+        """
         view = self.requests.view(request)
         free, now = self.free, self.clock()
+        filled = [block.block_id for block in blocks[start:stop]]
+        skipped: list[int] = []
+        if masked or self.pool.null_block.block_id in filled:
+            skipped = [block.block_id for block in blocks[start:stop] if block.block_hash is None]
         owner, tenant = self.telemetry.owner, self.tenant(view)
-        for index in range(start, stop):
-            block = blocks[index]
-            if block.is_null or block.block_hash is None:
-                continue
-            if not free.is_cached[block.block_id]:
-                free.cached(block.block_id, view.group, view.protection(index, now))
-                owner[block.block_id] = tenant
+        shared = view.num_shared_blocks
+        if view.plain and start >= shared and not skipped:
+            free.cached_n(filled, view.group)
+            for block_id in filled:
+                owner[block_id] = tenant
+            return
+        for first, end, protection in view.protections(start, stop, now):
+            for begin, until, group in (
+                (first, min(end, shared), EVERYBODY_ELSE),
+                (max(first, shared), end, view.group),
+            ):
+                if begin < until:
+                    run = filled[begin - start : until - start]
+                    if skipped:
+                        run = [block_id for block_id in run if block_id not in skipped]
+                    free.cached_n(run, group, protection)
+        for block_id in filled:
+            owner[block_id] = tenant
 
     def admitted(self, request: Any, device: int, restored: int) -> None:
         """The request got its first slots. Args: prompt tokens found in the cache, and by a KV connector."""
         view = self.requests.view(request)
+        if view.admitted:
+            return
         view.admitted = True
         computed = max(request.num_prompt_tokens - device - restored, 0)
         self.telemetry.prompt(self.tenant(view), device, restored, computed)
 
-    def touched(self, blocks: Sequence[Any]) -> None:
-        view = self.asking
-        if view is None:
+    def touched(self, blocks: Sequence[Any], unused: list[Any]) -> None:
+        """A request found `blocks` in the cache; `unused`, a part of them, were used by nobody else."""
+        free = self.free
+        taken = [block.block_id for block in unused]
+        if taken:
+            free.take_n(taken)
+        if self.asking is None:
             return
+        view = self.requests.view(self.asking)
         now = self.clock()
-        unused = [block.block_id for block in blocks if block.ref_cnt == 1 and not block.is_null]
-        self.telemetry.hit(unused, self.tenant(view), now)
-        if view.plain:
+        if taken:
+            self.telemetry.hit(taken, self.tenant(view), now)
+        if view.plain and free.uniform:
             return
-        for index, block in enumerate(blocks):
-            if not block.is_null:
-                self.free.protect(block.block_id, view.protection(index, now), now)
+        found = [block.block_id for block in blocks]
+        for start, stop, protection in view.protections(0, len(found), now):
+            free.protect_n(found[start:stop], protection, now)
 
     def moved(self, source: int, target: int) -> None:
+        """The cache keeps the contents of `source` in `target` from now on."""
         free = self.free
         if free.is_cached[source]:
-            group, protection = free.group[source], free.protection[source]
+            holding = free.protection[source]
             free.dropped(source)
-            free.cached(target, group, protection)
+            free.cached(target, holding.group, Protection(holding.base, holding.boost, holding.expires))
             self.telemetry.moved(source, target)
 
     def dropped(self, block: int) -> None:
         """Contents that vLLM invalidated by itself (`take_victims` has said so of its victims already)."""
         if self.free.is_cached[block]:
-            self.evictions["invalidated", self.free.group[block]] += 1
+            self.evictions["invalidated", self.free.group_of(block)] += 1
             self.telemetry.invalidated(block)
             self.free.forget(block)
 

@@ -110,7 +110,7 @@ class RetentionFeature:
             "cache_share_max_blocks": [
                 ([self._label(name)], share.maximum) for name, _, share in shares if share.maximum < inf
             ],
-            "cache_ghosts": [([], float(len(getattr(free.order, "ghosts", ()))))],
+            **_learned(free.order),
         }
 
     def _keep_labels(self, snapshot: PolicySnapshot) -> None:
@@ -141,6 +141,13 @@ class RetentionFeature:
                 self.offload.set_shares()
 
         self.engine.pending = take_over
+
+
+def _learned(order: Any) -> Report:
+    """What `reuse` shows of itself; nothing of an order that learns nothing."""
+    if not hasattr(order, "duel"):
+        return {}
+    return {"cache_ghosts": [([], float(len(order.ghosts)))], "cache_margin": [([], order.duel.margin)]}
 
 
 def _named_priorities(policy: RetentionPolicy) -> set[int]:

@@ -33,38 +33,61 @@ class RequestView:
         tenant: the tenant's name, for metrics; `tenant_number` is its number there, -1 before it is known.
         admitted: it has got slots once.
         arrival: what the order noted when it came; None before.
+        num_shared_blocks: leading blocks wholly inside a registered shared prefix: they belong to nobody.
     """
 
     __slots__ = (
-        "_grants", "_rest", "admitted", "arrival", "boosted", "group", "num_prompt_blocks", "plain", "tenant",
-        "tenant_number",
+        "_runs", "admitted", "arrival", "boosted", "group", "num_prompt_blocks", "num_shared_blocks", "plain",
+        "tenant", "tenant_number",
     )  # fmt: skip
 
     def __init__(
-        self, group: int, grants: list[Grant], rest: Grant, num_prompt_blocks: int, tenant: str
+        self,
+        group: int,
+        runs: list[tuple[int, Grant]],
+        num_prompt_blocks: int,
+        tenant: str,
+        num_shared_blocks: int = 0,
     ) -> None:
         self.group = group
         self.tenant = tenant
         self.tenant_number = -1
         self.admitted = False
         self.num_prompt_blocks = num_prompt_blocks
+        self.num_shared_blocks = num_shared_blocks
         self.arrival: Arrival | None = None
-        self._grants = grants
-        self._rest = rest
-        every = {*grants, rest}
-        self.plain = every == {_PLAIN}
-        self.boosted = any(grant.ttl is not None for grant in every)
+        self._runs = runs
+        self.plain = len(runs) == 1 and runs[0][1] == _PLAIN
+        self.boosted = any(grant.ttl is not None for _, grant in runs)
+
+    def protections(self, start: int, stop: int, now: float) -> list[tuple[int, int, Protection]]:
+        """Of the request's blocks `start` to `stop`, as (start, stop, protection) of neighbours. A time to live
+        counts from `now`.
+        """
+        if self.plain:
+            return [(start, stop, DEFAULT)]
+        found = []
+        for end, grant in self._runs:
+            if end > start:
+                end = min(end, stop)
+                found.append((start, end, _protection(grant, now)))
+                start = end
+            if start >= stop:
+                break
+        return found
 
     def protection(self, index: int, now: float) -> Protection:
-        """Of the request's block number `index`. A time to live counts from `now`."""
-        if self.plain:
-            return DEFAULT
-        grant = self._grants[index] if index < len(self._grants) else self._rest
-        if grant.ttl is None:
-            return Protection(grant.priority)
-        return Protection(grant.base, grant.priority, now + grant.ttl)
+        """Of the request's block number `index`."""
+        return self.protections(index, index + 1, now)[0][2]
 
 
+def _protection(grant: Grant, now: float) -> Protection:
+    if grant.ttl is None:
+        return Protection(grant.priority)
+    return Protection(grant.base, grant.priority, now + grant.ttl)
+
+
+EVER = 1 << 60
 _PLAIN = Grant.for_good(DEFAULT.base)
 
 
@@ -111,6 +134,9 @@ class Requests:
         """Take a reloaded policy over. Requests in the engine keep the classes they have."""
         self.policy = policy
         self.classifier = Classifier(policy)
+        default = policy.default
+        one_for_all = not policy.rules and default.priority == default.decoded
+        self._every = [(EVER, Grant.for_good(default.priority))] if one_for_all else None
 
     def view(self, request: Any) -> RequestView:
         """The request's view, made on first sight."""
@@ -169,9 +195,14 @@ class Requests:
     def _make_view(self, request: Any) -> RequestView:
         identity = self.identity_of(request)
         tenant = identity.tenant if identity else UNKNOWN_TENANT
+        wish = self._wish(request)
+        split = request.__dict__.get(SPLIT)
+        shared = split.start // self.block_size if split is not None else 0
+        prompt_blocks = request.num_prompt_tokens // self.block_size
+        if wish is None and self._every is not None:
+            return RequestView(self.group_of(tenant), self._every, prompt_blocks, tenant, shared)
         tokens = request.prompt_token_ids
         roles = self.roles.find(tokens) if self.roles is not None and tokens else Roles()
-        split = request.__dict__.get(SPLIT)
         lora = request.lora_request
         retention = self.classifier.classify(
             RequestShape(
@@ -184,24 +215,25 @@ class Requests:
                 tail_start=roles.tail_start,
                 shared_tokens=split.start if split is not None else 0,
                 shared_name=request.__dict__.get(SHARED_NAME),
-                wish=self._wish(request),
+                wish=wish,
             )
         )
-        self.wishes.update(retention.wish_reasons)
-        prompt_blocks = request.num_prompt_tokens // self.block_size
-        grants = [] if _is_plain(retention) else retention.per_block(self.block_size, prompt_blocks + 1)
-        rest = retention.decoded.grant
-        if self.uniform and grants:
-            strongest = grants[0]
-            for grant in {*grants, rest}:
+        if retention.wish_reasons:
+            self.wishes.update(retention.wish_reasons)
+        runs = block_runs(retention, self.block_size)
+        if self.uniform:
+            strongest = runs[0][1]
+            for _, grant in runs:
                 strongest = strongest.stronger(grant)
-            grants, rest = [], strongest
-        return RequestView(self.group_of(tenant), grants, rest, prompt_blocks, tenant)
+            runs = [(EVER, strongest)]
+        return RequestView(self.group_of(tenant), runs, prompt_blocks, tenant, shared)
 
     def _wish(self, request: Any) -> Wish | None:
         asked = extra_args(request).get(XARGS_KEY)
-        wish, reasons = parse_wish(asked)
         hints = getattr(request, "kv_hints", None)
+        if asked is None and hints is None:
+            return None
+        wish, reasons = parse_wish(asked)
         if wish is None and hints is not None:
             wish, reasons = wish_from_hints(
                 [(action.action_type, action.action_version, action.payload) for action in hints.actions]
@@ -212,5 +244,29 @@ class Requests:
         return wish
 
 
-def _is_plain(retention: Retention) -> bool:
-    return all(part.grant == retention.decoded.grant for part in retention.ranges)
+def block_runs(retention: Retention, block_size: int) -> list[tuple[int, Grant]]:
+    """What the blocks of a request get: (first block behind the run, grant), the last one to `EVER`. As
+    `Retention.per_block` has it, without a step per block.
+    """
+    runs: list[tuple[int, Grant]] = []
+    parts = [(part.start // block_size, -(-part.end // block_size), part.grant) for part in retention.ranges]
+    parts.append((retention.num_prompt_tokens // block_size, EVER, retention.decoded.grant))
+    for first, stop, grant in parts:
+        reached = runs[-1][0] if runs else 0
+        if first < reached:  # both have tokens in the block before
+            before = runs[-1][1]
+            both = before.stronger(grant)
+            if both != before:
+                start = runs[-2][0] if len(runs) > 1 else 0
+                runs[-1:] = [(reached - 1, before)] if start < reached - 1 else []
+                _extend(runs, reached, both)
+        if stop > reached:
+            _extend(runs, stop, grant)
+    return runs
+
+
+def _extend(runs: list[tuple[int, Grant]], stop: int, grant: Grant) -> None:
+    if runs and runs[-1][1] == grant:
+        runs[-1] = (stop, grant)
+    else:
+        runs.append((stop, grant))

@@ -120,11 +120,11 @@ class Traffic:
         reused: set[Key] = set()
         for key in ready:
             reused.add(key)
-            if self.dice.random() < 0.7:  # loads it; else it was on the device and is merely offered
-                if key not in self.reading:
-                    entries[key].idle = False
-                    self.tier.hold(key, self.now)
-                    self.reading.append(key)
+            # Else it was on the device, and is merely offered.
+            if self.dice.random() < 0.7 and key not in self.reading:
+                entries[key].idle = False
+                self.tier.hold(key, self.now)
+                self.reading.append(key)
         missing = [key for key in wanted if key not in entries]
         group = conversation % 3
         base, boost, ttl = DEFAULT.base, 0, 0.0
@@ -254,6 +254,20 @@ def test_a_chunk_is_kept_as_well_as_those_behind_it() -> None:
     tier.finish([1, 2, 3], [], 1.0)
     filled(tier, [9], Protection(50))
     assert tier.evict(4, set(), 2.0) == [3, 9, 1, 2]
+
+
+def test_a_head_rises_when_another_request_has_raised_what_is_behind_it() -> None:
+    """That request had the head from the device, so the tier did not see it use the head."""
+    tier = lru(4)
+    filled(tier, [1, 2, 3])
+    filled(tier, [9], Protection(50))
+    tier.finish([1, 2, 3], [], 1.0)
+    assert tier.evict(0, set(), 1.0) == []
+    tier.finish([2], [2], 2.0, [Protection(60)])
+    assert tier.evict(0, set(), 2.0) == []
+    tier.hold(3, 3.0)
+    tier.idle(3)
+    assert tier.evict(4, set(), 4.0) == [3, 9, 1, 2]
 
 
 def test_protection_ends_while_the_chunk_is_idle() -> None:

@@ -23,7 +23,7 @@ def load_matplotlib() -> Any:
     try:
         return import_module("matplotlib.figure")
     except ImportError as error:
-        raise PlotError("--plot needs matplotlib: pip install matplotlib") from error
+        raise PlotError("--plot needs matplotlib: pip install 'vllm-ext[plot]'") from error
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:

@@ -31,7 +31,7 @@ SHAPE = 3.0
 COVERED = 0.98
 """Bands older than the age by which this share of all reuse happened are worth nothing: there LRU rules."""
 
-CHUNK = 64  # classes per step
+CHUNK = 32  # classes per step
 
 _WIDTH = np.diff(np.array([*AGES, 3.0 * AGES[-1]], dtype=np.float64))
 
@@ -121,12 +121,10 @@ def _gittins(hazard: Floats) -> Floats:
     # A hit within a band falls on its middle on average.
     residency = _padded(np.cumsum(reached * _WIDTH * (1.0 - hazard / 2.0), axis=1))
     gained = _padded(np.cumsum(reached * hazard, axis=1))
-    worth = np.zeros_like(hazard)
-    for band in range(BANDS):
-        run = residency[:, band + 1 :] - residency[:, band, None]
-        rise = gained[:, band + 1 :] - gained[:, band, None]
-        worth[:, band] = np.divide(rise, run, out=np.zeros_like(run), where=run > 0).max(1)
-    return worth
+    run = residency[:, None, :] - residency[:, :-1, None]  # (classes, from, to): positive for later points
+    rise = gained[:, None, :] - gained[:, :-1, None]
+    slopes: Floats = np.divide(rise, run, out=np.zeros_like(run), where=run > 0).max(2)
+    return slopes
 
 
 def _padded(sums: Floats) -> Floats:

@@ -29,6 +29,7 @@ PROMOTIONS = 48
 
 NEW = 3
 """In `hits_of`: the block came into the cache and has not been given back yet."""
+_NEW = bytes((NEW,))
 SEVERAL = -1
 """In `owner_of`: more than one session used the block."""
 
@@ -42,6 +43,7 @@ class ReuseOrder:
     """
 
     name = "reuse"
+    uses_keys = True
 
     def __init__(self, num_blocks: int, capacity: int | None = None) -> None:
         self.num_blocks = num_blocks
@@ -99,10 +101,8 @@ class ReuseOrder:
                 continue
             arrival.past_hits[index] = min(segment.hits + 1, 2)
             self.table.hits[segment.row + segment.band] += 1.0
+            self.duel.missed(segment)
             segment.tracked -= 1
-            if segment.recent:
-                self.duel.held -= 1
-                self.duel.lru += 1
             if unbroken:
                 arrival.known = index + 1
                 last = segment
@@ -110,6 +110,13 @@ class ReuseOrder:
             arrival.pace = smoothed_pace(last.pace, now - last.time)
             arrival.turns = last.turns + 1
         return arrival
+
+    def hit(self, segment: Segment, count: int) -> None:
+        """`count` unused blocks of `segment` are used again."""
+        self.table.hits[segment.row + segment.band] += count
+        self.duel.hit(segment, count)
+        segment.live -= count
+        segment.tracked -= count
 
     def tick(self, now: float) -> None:
         """Moves segments to the age band they have reached: a bounded number of them, oldest bands first."""
@@ -154,23 +161,34 @@ class ReuseOrder:
         """Notes facts of blocks that come for the first time since they were filled; past hits of all of them
         (`departure.blocks[start:stop]`).
         """
-        blocks, keys = departure.blocks, departure.keys
+        if departure.owner:
+            self._owned = True
+        blocks, keys, owner = departure.blocks, departure.keys, departure.owner
         hits_of, past = self.hits_of, departure.arrival.past_hits
+        key_of, parent_of, children = self.key_of, self.parent_of, self.children
         hits = bytearray(map(hits_of.__getitem__, blocks[start:stop]))
         place = hits.find(NEW)
         while place >= 0:
-            index = start + place
-            block = blocks[index]
-            hits_of[block] = hits[place] = past.get(index, 0)
-            self.key_of[block] = keys[index]
-            self.owner_of[block] = departure.owner
-            if index:
-                parent = self.parent_of[block] = blocks[index - 1]
-                self.children[parent] += 1
-            place = hits.find(NEW, place + 1)
-        if departure.owner or self._owned:
-            self._owned = True
-            owner_of, owner = self.owner_of, departure.owner
+            end = len(hits) - len(hits[place:].lstrip(_NEW))  # new blocks are neighbours, as a rule
+            hits[place:end] = bytes(end - place)
+            first, last = start + place, start + end
+            parent = blocks[first - 1] if first else -1
+            for block, key in zip(blocks[first:last], keys[first:last], strict=True):
+                hits_of[block] = 0
+                key_of[block] = key
+                parent_of[block] = parent
+                if parent >= 0:
+                    children[parent] += 1
+                parent = block
+            for index, count in past.items():
+                if first <= index < last:
+                    hits_of[blocks[index]] = hits[index - start] = count
+            if self._owned:
+                for block in blocks[first:last]:
+                    self.owner_of[block] = owner
+            place = hits.find(NEW, end)
+        if self._owned:
+            owner_of = self.owner_of
             for block in blocks[start:stop]:
                 if owner_of[block] != owner:
                     owner_of[block] = SEVERAL
@@ -202,6 +220,29 @@ class ReuseOrder:
             place = self.parent_of.index(block, place + 1)
             self.parent_of[place] = -1
         self.children[block] = 0
+
+    def withdraw(self, block: int, segment: Segment) -> None:
+        """`block` leaves `segment` without a use: its time there was not watched to the end, so it counts
+        not."""
+        self.segment_of[block] = None
+        segment.live -= 1
+        segment.tracked -= 1
+        self.duel.held -= segment.recent
+        for row in range(segment.row, segment.row + segment.band + 1):
+            self.table.entered[row] -= 1.0
+
+    def invalidate(self, blocks: Sequence[int]) -> None:
+        """The contents of these blocks, which are in no queue, became invalid without an eviction."""
+        for block in blocks:
+            self.hits_of[block] = NEW
+            self.orphan(block)
+            parent = self.parent_of[block]
+            if parent >= 0:
+                self.parent_of[block] = -1
+                self.children[parent] -= 1
+                above = self.segment_of[parent]
+                if not self.children[parent] and above is not None and above.parked:
+                    above.queue.unpark(above)
 
     def forget(self, blocks: Iterable[int]) -> None:
         """The contents of `blocks` are void, and so is what was known about evicted ones."""
@@ -236,7 +277,7 @@ class ReuseOrder:
         self.duel.held -= held
 
     def _begin_estimate(self, fresh: int) -> None:
-        self.duel.judge(fresh)
+        self.duel.judge(fresh, self.typical)
         self.table.fade(0.5 ** (fresh / (MEMORY * self.capacity)))
         self._rows = no_worth() if self.worth is None else self.worth.copy()
         self._estimate = self.table.estimate(self._rows, self.typical)

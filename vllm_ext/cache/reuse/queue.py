@@ -78,38 +78,33 @@ class ReuseQueue:
         while not line[0].live:
             line.popleft()
 
-    def _runs(self, departure: Departure, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+    def _runs(self, departure: Departure, start: int, stop: int) -> list[tuple[int, int, int]]:
         """Neighbours of one kind: (start, stop, kind), the kind -1 where past hits decide it.
 
         Per block this does nothing but C-level scans: a long prompt is a handful of runs.
         """
         hits = self._order.adopt(departure, start, stop)
+        ended_from = stop
         if departure.ended and departure.owner:
             owner_of, owner = self._order.owner_of, departure.owner
             private = bytes(owner_of[block] == owner for block in departure.blocks[start:stop])
-            # The session's own blocks are the tail behind what it shared.
-            shared_end = start + private.rfind(0) + 1
-            if shared_end < stop:
-                yield from self._runs_until(departure, hits, start, shared_end)
-                yield shared_end, stop, ENDED
-                return
-        yield from self._runs_until(departure, hits, start, stop)
-
-    def _runs_until(
-        self, departure: Departure, hits: bytes, start: int, stop: int
-    ) -> Iterator[tuple[int, int, int]]:
-        prompt_end = min(stop, departure.num_prompt)
+            ended_from = start + private.rfind(0) + 1  # its own blocks are the tail behind what it shared
+        prompt_end = min(ended_from, departure.num_prompt)
         last = prompt_end - 1 if prompt_end == len(departure.blocks) else prompt_end
+        runs = []
         place = start
         while place < last:
             rest = hits[place - start : last - start]
             end = last - len(rest.lstrip(rest[:1]))
-            yield place, end, -1
+            runs.append((place, end, -1))
             place = end
         if start <= last < prompt_end:
-            yield last, prompt_end, LAST
-        if max(start, departure.num_prompt) < stop:
-            yield max(start, departure.num_prompt), stop, DECODED
+            runs.append((last, prompt_end, LAST))
+        if max(start, departure.num_prompt) < ended_from:
+            runs.append((max(start, departure.num_prompt), ended_from, DECODED))
+        if ended_from < stop:
+            runs.append((ended_from, stop, ENDED))
+        return runs
 
     def push_front(self, blocks: Sequence[int]) -> None:
         self._empty.extendleft(reversed(blocks))
@@ -120,24 +115,34 @@ class ReuseQueue:
 
     def remove_n(self, blocks: Sequence[int]) -> None:
         order = self._order
-        segment_of, hits_of, booked = order.segment_of, order.hits_of, order.table.hits
-        lru = 0
+        segment_of, hits_of = order.segment_of, order.hits_of
+        segment: Segment | None = None
+        run = 0  # neighbours mostly share a segment: its counts are settled once
         for block in blocks:
-            segment = segment_of[block]
-            if segment is None or segment.queue is not self:
+            home = segment_of[block]
+            if home is not segment:
+                if segment is not None:
+                    order.hit(segment, run)
+                if home is None or home.queue is not self:
+                    self._length -= blocks.index(block)
+                    raise KeyError(f"block {block} is not in this queue")
+                segment, run = home, 0
+            elif home is None:
                 raise KeyError(f"block {block} is not in this queue")
             segment_of[block] = None
-            segment.live -= 1
-            segment.tracked -= 1
-            if segment.recent:
-                lru += 1
-            booked[segment.row + segment.band] += 1.0
             hits_of[block] = _HIT_ONCE_MORE[hits_of[block]]
-            self._length -= 1
-        duel = order.duel
-        duel.held -= lru
-        duel.lru += lru
-        duel.ours += len(blocks)
+            run += 1
+        if segment is not None:
+            order.hit(segment, run)
+        self._length -= len(blocks)
+
+    def withdraw(self, block: int) -> None:
+        order = self._order
+        segment = order.segment_of[block]
+        if segment is None or segment.queue is not self:
+            raise KeyError(f"block {block} is not in this queue")
+        order.withdraw(block, segment)
+        self._length -= 1
 
     def void(self) -> None:
         """The cache was reset: all blocks here hold nothing now; they keep their order."""
@@ -188,6 +193,12 @@ class ReuseQueue:
             victims += taken
         self._length -= len(victims)
         order.trim_ghosts()
+        return victims
+
+    def pop_before(self, count: int, rival: Score) -> list[int]:
+        victims = self.pop_n(1)
+        while len(victims) < count and (score := self.peek()) is not None and score < rival:
+            victims += self.pop_n(1)
         return victims
 
     def _victim(self) -> tuple[Segment, str]:

@@ -203,7 +203,7 @@ def test_the_plot_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ImportError(name)
 
     monkeypatch.setattr("vllm_ext.cache.replay.plot.import_module", absent)
-    with pytest.raises(PlotError, match="pip install matplotlib"):
+    with pytest.raises(PlotError, match=r"pip install 'vllm-ext\[plot\]'"):
         load_matplotlib()
 
 

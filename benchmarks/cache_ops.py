@@ -4,9 +4,9 @@
     python benchmarks/cache_ops.py --blocks 30000 --configurations lru+classes --no-schedule
 
 Two real `BlockPool`s, one of them with retention installed, get the same requests of 64 blocks: look up and
-touch the cached head, allocate the rest, put it into the prefix cache, give all back. They take turns (A B A B);
-a ratio is formed within each pair of neighbouring turns, so what slows the machine slows both. The cost of
-finding out what a request's class is (once a request, by the policy) is counted as ours. Then a whole
+touch the cached head, allocate the rest, put it into the prefix cache, give all back. They take turns (A B A
+B); a ratio is formed within each pair of neighbouring turns, so what slows the machine slows both. The cost
+of finding out what a request's class is (once a request, by the policy) is counted as ours. Then a whole
 `schedule()` of a real scheduler with 64 running requests, with and without.
 """
 
@@ -28,12 +28,13 @@ from time import thread_time_ns
 from types import SimpleNamespace
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from manifest import manifest
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+
+from benchmarks.manifest import manifest
 
 REQUEST_BLOCKS = 64
 DECODED_BLOCKS = 8
@@ -453,7 +454,8 @@ def show(console: Console, result: dict[str, Any]) -> None:
         title=f"us of CPU per block of a request ({REQUEST_BLOCKS} blocks), medians of paired turns"
     )
     for heading in (
-        "order", "blocks", "stock", "ours", "ratio", "lowest to highest", "target", "p99 us/request", "stock's",
+        "order", "blocks", "stock", "ours", "ratio", "lowest to highest", "target", "p99 us/request",
+        "stock's",
         "added bytes/block",
     ):  # fmt: skip
         table.add_column(heading, justify="right")

@@ -357,8 +357,8 @@ class FreeBlocks:
     def _cover_children(
         self, departure: Departure, holdings: list[Holding]
     ) -> list[tuple[int, int, Holding]]:
-        """Walk from the deepest block up, each covering those behind it. Returns (start, stop, holding) of runs
-        of neighbours, the deepest first.
+        """Walk from the deepest block up, each covering those behind it. Returns (start, stop, holding) of
+        runs of neighbours, the deepest first.
         """
         now, blocks, known = departure.time, departure.blocks, self.protection
         runs = []

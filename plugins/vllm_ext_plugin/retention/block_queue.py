@@ -25,8 +25,8 @@ class RetentionBlockQueue:
         self._engine = engine
         self._blocks = blocks
         self.num_free_blocks = len(engine.free)
-        """A plain attribute, since vLLM reads it for every request of every step. Whoever changes the engine's
-        free blocks otherwise than through this queue keeps it right.
+        """A plain attribute, since vLLM reads it for every request of every step. Whoever changes the
+        engine's free blocks otherwise than through this queue keeps it right.
         """
 
     def popleft(self) -> Any:

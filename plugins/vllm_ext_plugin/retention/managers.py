@@ -29,8 +29,8 @@ def manager_class(base: type) -> type:
 
 
 class RetentionPool:
-    """Mixin over `BlockPool`. `_maybe_evict_cached_block` is left alone: it is called for every victim, and for a
-    single block elsewhere only to fill it anew.
+    """Mixin over `BlockPool`. `_maybe_evict_cached_block` is left alone: it is called for every victim, and
+    for a single block elsewhere only to fill it anew.
     """
 
     free_block_queue: Any
@@ -116,8 +116,9 @@ class RetentionManager:
     """Mixin over `KVCacheManager`: says for whom the pool works.
 
     Nearly every call of `allocate_slots` is for a request that runs already, which matters only where tenants
-    have shares. So it is not overridden in the class: `_slots` takes its place in the instance from the moment
-    that a request's cached blocks are looked up until it gets its slots, or for good where there are shares.
+    have shares. So it is not overridden in the class: `_slots` takes its place in the instance from the
+    moment that a request's cached blocks are looked up until it gets its slots, or for good where there are
+    shares.
     """
 
     @property

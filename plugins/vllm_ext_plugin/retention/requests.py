@@ -61,8 +61,8 @@ class RequestView:
         self.boosted = any(grant.ttl is not None for _, grant in runs)
 
     def protections(self, start: int, stop: int, now: float) -> list[tuple[int, int, Protection]]:
-        """Of the request's blocks `start` to `stop`, as (start, stop, protection) of neighbours. A time to live
-        counts from `now`.
+        """Of the request's blocks `start` to `stop`, as (start, stop, protection) of neighbours. A time to
+        live counts from `now`.
         """
         if self.plain:
             return [(start, stop, DEFAULT)]

@@ -322,7 +322,9 @@ def test_watch_survives_an_invalid_file(store: PolicyStore, file: Path) -> None:
 def test_watch_survives_a_name_that_no_file_can_have(
     store: PolicyStore, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A prompt written under `file:` instead of `text:`: looking for it raises, and must not end the watch."""
+    """A prompt written under `file:` instead of `text:`: looking for it raises, and must not end the
+    watch.
+    """
     monkeypatch.setattr("vllm_ext.policy.watching.POLL_SECONDS", 0.2)
     store.start_watching()
     long = "a prompt of many words " * 20

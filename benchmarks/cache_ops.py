@@ -1,6 +1,6 @@
 """What retention costs: our free list and accounting against vLLM's own block pool, in one process, paired.
 
-    python benchmarks/cache_ops.py                       # everything, about ten minutes
+    python benchmarks/cache_ops.py                       # everything, about two minutes
     python benchmarks/cache_ops.py --blocks 30000 --configurations lru+classes --no-schedule
 
 Two real `BlockPool`s, one of them with retention installed, get the same requests of 64 blocks: look up and

@@ -109,9 +109,9 @@ class Live:
         return total
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    """One `vllm serve` with the real model for all end-to-end tests."""
+    """One `vllm serve` with the real model for a module's tests."""
     try:
         checkpoint.require_model()
     except FileNotFoundError as error:

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from vllm_ext.cache.free_blocks import DEFAULT, EVERYBODY_ELSE, FreeBlocks, Protection, Share, cover
 from vllm_ext.cache.lru import LruOrder
-from vllm_ext.cache.order import Arrival, Departure
+from vllm_ext.cache.order import Arrival, Departure, make_order
+from vllm_ext.cache.reuse import ReuseOrder
 
 pytestmark = pytest.mark.unit
 
@@ -297,3 +298,79 @@ def test_taking_a_block_that_is_in_use_is_an_error() -> None:
     free = FreeBlocks(3, LruOrder(3))
     with pytest.raises(KeyError):
         free.take(1)
+
+
+def test_taking_blocks_of_several_queues_at_once() -> None:
+    free = FreeBlocks(8, LruOrder(8))
+    departed(free, [0, 1, 2], EVERYBODY_ELSE, Protection(base=90))
+    departed(free, [3, 4, 5], EVERYBODY_ELSE)
+    free.take_n([0, 1, 3])
+    assert len(free) == 3
+    assert free.pop(3, 0.0) == [5, 4, 2]
+
+
+def test_blank_and_cached_blocks_are_taken_together() -> None:
+    free = FreeBlocks(4, LruOrder(4))
+    departed(free, [0, 1], EVERYBODY_ELSE)
+    free.release_blank([2, 3])
+    free.take_n([3, 1])
+    assert list(free) == [2, 0] and len(free) == 2
+
+
+def test_an_invalidated_block_keeps_its_place_where_nothing_is_protected() -> None:
+    free = FreeBlocks(3, LruOrder(3))
+    departed(free, [0, 1, 2], EVERYBODY_ELSE)
+    free.forget(1)
+    assert free.resident[EVERYBODY_ELSE] == 2
+    assert free.pop(3, 0.0) == [2, 1, 0], "vLLM leaves it there, too"
+    assert free.evictions == {("capacity", EVERYBODY_ELSE): 2}
+
+
+def test_an_invalidated_block_that_was_protected_goes_first() -> None:
+    free = FreeBlocks(3, LruOrder(3))
+    departed(free, [0, 1], EVERYBODY_ELSE, Protection(base=90))
+    departed(free, [2], EVERYBODY_ELSE)
+    free.forget(0)
+    assert free.pop(3, 0.0) == [0, 2, 1]
+
+
+def test_a_busy_prompt_with_a_long_time_to_live_leaves_no_trail() -> None:
+    free = FreeBlocks(4, LruOrder(4))
+    protection = Protection(boost=90, expires=1e9)
+    departed(free, [0, 1, 2, 3], EVERYBODY_ELSE, protection)
+    for turn in range(5000):
+        free.take_n([0, 1, 2, 3])
+        free.release(Departure(float(turn), [0, 1, 2, 3], range(4), 4, Arrival(0.0)), range(4))
+    assert len(free._deadlines) <= 1024
+
+
+@pytest.mark.parametrize("name", ["lru", "reuse"])
+def test_an_end_of_protection_is_no_use(name: str) -> None:
+    order = make_order(name, 4)
+    free = FreeBlocks(4, order)
+    departed(free, [0, 1], EVERYBODY_ELSE, Protection(boost=90, expires=10.0))
+    departed(free, [2, 3], EVERYBODY_ELSE, now=1.0)
+    if isinstance(order, ReuseOrder):
+        before = sum(order.table.hits), bytes(order.hits_of)
+        entered = sum(order.table.entered)
+    free.expire(20.0)
+    if isinstance(order, ReuseOrder):
+        assert (sum(order.table.hits), bytes(order.hits_of)) == before
+        assert sum(order.table.entered) == pytest.approx(entered)
+    assert free.pop(4, 20.0) == [3, 2, 1, 0]
+    assert free.evictions == {("capacity", EVERYBODY_ELSE): 2, ("ttl", EVERYBODY_ELSE): 2}
+
+
+def test_reuse_forgets_what_an_invalidated_block_held() -> None:
+    order = ReuseOrder(4)
+    free = FreeBlocks(4, order)
+    departed(free, [0, 1], EVERYBODY_ELSE)
+    free.take_n([0, 1])
+    free.release(Departure(1.0, [0, 1], [0, 1], 2, Arrival(1.0)), [0, 1])
+    assert order.hits_of[1] == 1
+    free.forget(1)
+    assert order.children[0] == 0 and order.parent_of[1] == -1
+    assert free.pop(1, 2.0) == [1]
+    free.cached(1, EVERYBODY_ELSE)
+    free.release(Departure(3.0, [1], ["other"], 1, Arrival(3.0)), [0])
+    assert order.hits_of[1] == 0 and order.key_of[1] == "other"

@@ -18,6 +18,10 @@ _EMPTY_SCORE = (-2.0, 0.0)
 _HIT_ONCE_MORE = bytes((1, 2, 2))
 
 
+MIN_SWEEP = 1024
+"""Segments in a queue's line, at least, before those that are out of date are swept from its middle."""
+
+
 class ReuseQueue:
     """Segments in rings, one per class and age band, oldest first; the ring worth least gives the victim.
 
@@ -33,6 +37,7 @@ class ReuseQueue:
         self._line: deque[Segment] = deque()  # all segments, first freed first
         self._empty: deque[int] = deque()  # blocks that hold nothing
         self._length = 0
+        self._sweep_at = MIN_SWEEP
         self._estimate = 0  # the order's estimate that the heap is built on
 
     def __len__(self) -> int:
@@ -77,6 +82,22 @@ class ReuseQueue:
             self.enlist(segment)
         while not line[0].live:
             line.popleft()
+        if len(line) > self._sweep_at:
+            self._sweep()
+
+    def _sweep(self) -> None:
+        """Drop what is out of date behind the fronts, too: where nothing is evicted, nobody looks at fronts.
+
+        Its cost is paid for by the pushes since the last one.
+        """
+        self._line = deque(segment for segment in self._line if segment.live)
+        for row, ring in self._rings.items():
+            self._rings[row] = deque(
+                segment
+                for segment in ring
+                if segment.live and segment.row + segment.band == row and not segment.parked
+            )
+        self._sweep_at = max(MIN_SWEEP, 2 * len(self._line))
 
     def _runs(self, departure: Departure, start: int, stop: int) -> list[tuple[int, int, int]]:
         """Neighbours of one kind: (start, stop, kind), the kind -1 where past hits decide it.

@@ -325,3 +325,20 @@ def test_decoded_blocks_and_the_last_are_classes_of_their_own() -> None:
     assert rows[0] == rows[1] == rows[2] == rows[4] == rows[5]
     assert len({rows[0], rows[3], rows[6]}) == 3
     assert all(a != b for a, b in pairwise((rows[2], rows[3])))
+
+
+def test_a_cache_that_never_evicts_keeps_no_more_than_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One prompt that nobody asks for again stays in front; behind it, hits leave dead segments all day."""
+    monkeypatch.setattr("vllm_ext.cache.reuse.queue.MIN_SWEEP", 16)
+    order = ReuseOrder(64)
+    server = Server(order, 64)
+    server.start((9, 9, 9), 0.0)
+    server.finish(0, 0.0)
+    for turn in range(1, 2000):
+        server.start((1, 2, 3, 4), float(turn))
+        server.finish(0, turn + 0.5)
+    (queue,) = server.queues
+    assert len(queue._line) <= 16 + 8
+    assert sum(len(ring) for ring in queue._rings.values()) <= 18 * (16 + 8)
+    assert not server.evicted
+    assert server.start((9, 9, 9), 3000.0) == 3

@@ -30,7 +30,7 @@ demo: setup ## two tenants on a server of its own; prints what each reused, and 
 test: setup ## all tests (ARGS='tests/unit -k salt' for some)
 	$(ENV) $(BIN)/python -m pytest $(or $(ARGS),tests)
 
-unit: setup ## the tests that take seconds
+unit: setup ## the tests that need no engine (a minute)
 	$(ENV) $(BIN)/python -m pytest tests -m unit $(ARGS)
 
 lint: setup ## ruff, mypy, import boundaries

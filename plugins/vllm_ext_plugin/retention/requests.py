@@ -127,7 +127,7 @@ class Requests:
         """Tenant (as the policy spells it) -> share group."""
         self.names: dict[int, str] = {EVERYBODY_ELSE: "other"}
         self.wishes: Counter[str] = Counter()
-        """Why clients' wishes were not followed as asked; `followed` counts those that were."""
+        """Why clients' wishes were not followed as asked; `heard` counts all that could be read."""
         self.use(policy)
 
     def use(self, policy: RetentionPolicy) -> None:

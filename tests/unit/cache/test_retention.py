@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import replace
 
 import pytest
@@ -304,27 +303,3 @@ def test_blocks_are_the_strongest_of_their_tokens(
         ttl = None if max(ttls) == math.inf else max(ttls)
         expected.append(Grant(priority, ttl, max(grant.base for grant in inside)))
     assert retention.per_block(block_size, num_blocks) == expected
-
-
-# -- cost
-
-
-def seconds_each(classifier: Classifier, shape: RequestShape, repeats: int = 300) -> float:
-    """The best of several rounds: what it costs when nothing else runs."""
-    rounds = []
-    for _ in range(7):
-        start = time.perf_counter()
-        for _ in range(repeats):
-            classifier.classify(shape)
-        rounds.append((time.perf_counter() - start) / repeats)
-    return min(rounds)
-
-
-def test_it_is_cheap_enough_for_the_scheduler() -> None:
-    shape = RequestShape(
-        4000, "acme", "corp", system_end=700, tail_start=3600, shared_tokens=512, shared_name="manual"
-    )
-    assert seconds_each(Classifier(RetentionPolicy()), shape) < 20e-6
-    rules = "".join(f"    - {{class: head, tokens: {100 * i}..{100 * i + 50}}}\n" for i in range(10))
-    ten = TEXT.replace("  rules:\n", "  rules:\n" + rules)
-    assert seconds_each(Classifier(policy(ten)), shape) < 150e-6

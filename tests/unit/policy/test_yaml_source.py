@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -74,26 +72,24 @@ def test_refusals(text: str, line: int, column: int, words: str) -> None:
         raise AssertionError(problem.message)
 
 
+@pytest.mark.timeout(60)
 def test_aliases_cannot_blow_up() -> None:
     levels = [
         f"{name}: &{name} [{', '.join(['*' + before] * 10)}]"
         for before, name in zip("abcdefgh", "bcdefghi", strict=True)
     ]
-    start = time.perf_counter()
     document = read_yaml("a: &a [1]\n" + "\n".join(levels))
     assert "too many values" in document.problems[0].message
-    assert time.perf_counter() - start < 10
 
 
+@pytest.mark.timeout(60)
 def test_merges_cannot_blow_up() -> None:
     levels = [
         f"{name}: &{name} {{<<: [{', '.join(['*' + before] * 10)}]}}"
         for before, name in zip("abcdefgh", "bcdefghi", strict=True)
     ]
-    start = time.perf_counter()
     document = read_yaml("a: &a {x: 1}\n" + "\n".join(levels))
     assert document.problems
-    assert time.perf_counter() - start < 10
 
 
 @settings(deadline=None)

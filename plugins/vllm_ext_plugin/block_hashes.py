@@ -15,6 +15,8 @@ from typing import Any
 from vllm_ext_plugin.patching import patch
 
 SPLIT = "_vllm_ext_split"
+SHARED_NAME = "_vllm_ext_shared_name"
+"""On a request with a split: the registered prefix that its head is."""
 
 
 @dataclass(frozen=True, slots=True)

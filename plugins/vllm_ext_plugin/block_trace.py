@@ -62,11 +62,14 @@ class BlockTrace:
         """A step was scheduled. Args: requests: the scheduler's, by id. output: vLLM's `SchedulerOutput`."""
         if self._recorder is None or not output.scheduled_new_reqs:
             return
-        now = time.time()
-        for new in output.scheduled_new_reqs:
-            request = requests.get(new.req_id)
-            if request is not None:
-                request.__dict__.setdefault(ARRIVAL, now)
+        try:
+            now = time.time()
+            for new in output.scheduled_new_reqs:
+                request = requests.get(new.req_id)
+                if request is not None:
+                    request.__dict__.setdefault(ARRIVAL, now)
+        except Exception:
+            self._faults.caught("block_trace")
 
     def finished(self, request: Any) -> None:
         """The request leaves. One that never ran, or came before the trace was on, is left out."""

@@ -20,7 +20,6 @@ from vllm_ext_plugin.model_identity import model_identity
 from vllm_ext_plugin.shared_prefixes import registered_prefixes
 
 IDENTITY = "_vllm_ext_identity"
-SHARED_NAME = "_vllm_ext_shared_name"
 
 logger = logging.getLogger("vllm_ext")
 
@@ -57,6 +56,7 @@ class TenancyFeature:
         ruling = self.ruler.rule_closed()
         request.__dict__[IDENTITY] = ruling.identity
         request.__dict__.pop(block_hashes.SPLIT, None)
+        request.__dict__.pop(block_hashes.SHARED_NAME, None)
         request.cache_salt = ruling.salt
         request.block_hashes.clear()
         try:
@@ -83,7 +83,7 @@ class TenancyFeature:
         request.cache_salt = ruling.first_salt
         request.__dict__[IDENTITY] = ruling.identity
         if ruling.shared is not None:
-            request.__dict__[SHARED_NAME] = ruling.shared.name
+            request.__dict__[block_hashes.SHARED_NAME] = ruling.shared.name
             request.__dict__[block_hashes.SPLIT] = block_hashes.Split(ruling.shared.num_tokens, ruling.salt)
             changed = True
         if request.mm_features:

@@ -55,7 +55,6 @@ class RetentionEngine:
         """Last block of a request whose blocks vLLM gives back later -> the request."""
         self.pending: Callable[[], None] | None = None
         """What a reloaded policy changes: left here by the thread that reloads, done by the scheduler's."""
-        self.resets = 0
         self._order_name = order_name
         self._faults = faults
         self.evictions: Counter[tuple[str, int]] = Counter()
@@ -204,7 +203,6 @@ class RetentionEngine:
 
     def reset(self) -> None:
         """Nothing is cached any more, and every block is unused."""
-        self.resets += 1
         self.telemetry.reset(self.free)
         self.victims.update(self.free.order.evictions)
         self.estimates += getattr(self.free.order, "estimates", 0)

@@ -13,12 +13,11 @@ from vllm_ext.cache.retention import Classifier, RequestShape, Retention
 from vllm_ext.cache.wishes import XARGS_KEY, Wish, parse_wish, wish_from_hints
 from vllm_ext.policy.retention import UNKNOWN, RetentionPolicy
 from vllm_ext.tenancy.identity import UNKNOWN_TENANT, Identity
-from vllm_ext_plugin.block_hashes import SPLIT
+from vllm_ext_plugin.block_hashes import SHARED_NAME, SPLIT
 from vllm_ext_plugin.request_facts import extra_args, session_ends, stop_of
 from vllm_ext_plugin.retention.roles import RoleFinder, Roles
 
 VIEW = "_vllm_ext_retention_view"
-SHARED_NAME = "_vllm_ext_shared_name"
 
 MAX_GROUPS = 1024
 """Share groups made for tenants that only `*` names; later ones go without a share of their own."""

@@ -57,10 +57,6 @@ class Trace:
     num_prompt_keys: int
     prompt_blocks: int
 
-    @property
-    def has_tenants(self) -> bool:
-        return any(request.tenant is not None for request in self.requests)
-
     def part(self, start: int, stop: int, name: str) -> Trace:
         """Requests `start` to `stop` as a trace of their own."""
         return make_trace(name, self.requests[start:stop])
